@@ -1,0 +1,521 @@
+"""The model: GPT-2, written so that every later chapter can use it unchanged.
+
+What it teaches: a decoder-only transformer is an embedding, L identical blocks and a head, and a block is two
+residual branches, one that mixes tokens (attention) and one that mixes channels (the MLP):
+
+    x = wte[idx] + wpe[pos]                        (B, T, C)
+    x = x + attention(layer_norm(x))               L times
+    x = x + mlp(layer_norm(x))
+    logits = layer_norm(x) @ wte.T                 (B, T, V)
+
+The one seam. A block computes queries, keys and values and asks a function for the answer:
+
+    attend(layer, q, k, v) -> o                    q, k, v, o: (B, nh, T, hs)
+
+Training passes causal attention. A paged cache, a token slice of a pipeline or a kernel passes its own `attend`;
+the model knows nothing of them.
+
+Letters: B batch, T tokens, C embedding, nh heads, hs = C / nh head size, V vocabulary, L layers.
+
+Papers: GPT-2 (Radford et al. 2019); Attention Is All You Need (Vaswani et al. 2017, 1706.03762); layer norm
+(Ba et al. 2016, 1607.06450); GELU (Hendrycks & Gimpel 2016, 1606.08415); tied embeddings (Press & Wolf 2016,
+1608.05859); FLOPs per token (PaLM: Chowdhery et al. 2022, 2204.02311, appendix B); nucleus sampling
+(Holtzman et al. 2019, 1904.09751).
+
+    python train.py          trains one            python sample.py         writes with one
+
+What it can't do: a vocabulary head that isn't tied to the embedding, rotary positions, grouped-query attention.
+"""
+
+import argparse
+import codecs
+import difflib
+import hashlib
+import math
+import pickle
+import re
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class UserError(ValueError):
+    """A request that can't be met. The programs print it as one sentence and leave with exit code 2."""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The shape of a model
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """What fixes every shape and the function computed. Raises UserError on values that don't fit together."""
+
+    vocab_size: int = 50257   # V, the ids that exist; the matrix is padded, see padded_vocab
+    block_size: int = 1024    # the longest T: positions 0 .. block_size - 1
+    n_layer: int = 12         # L
+    n_head: int = 12          # nh
+    n_embd: int = 768         # C
+    dropout: float = 0.0      # on the embedding, the attention weights and both residual branches
+    bias: bool = True         # of linear layers and layer norms
+
+    def __post_init__(self):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"n_embd={self.n_embd} can't be split over n_head={self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def padded_vocab(self):
+        """Rows of the embedding: V rounded up to a multiple of 64, which matrix units need to run at full speed.
+        The rows beyond V are zero, get no probability and no gradient, and are never sampled."""
+        return -(-self.vocab_size // 64) * 64
+
+
+def derive(seed, *key):
+    """A 63-bit seed for one purpose, from the run's seed and what it is for, e.g. derive(1, "batch", 17).
+
+    All randomness here goes through this: initial weights are a function of (seed, parameter name), batches and
+    dropout of (seed, step). So nothing depends on what was drawn before, on how many processes there are, or on
+    whether a run was interrupted, and no random state need be saved.
+    """
+    return int.from_bytes(hashlib.sha256(repr((seed, *key)).encode()).digest()[:8], "big") >> 1
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Causal attention, twice. Both take Tq <= Tk with the mask aligned bottom-right: query i is the token at position
+# Tk - Tq + i and sees keys 0 .. Tk - Tq + i. So the last query sees every key, as when new tokens follow a cache.
+
+def causal_mask(Tq, Tk, device):
+    """(Tq, Tk) bool, True where query i may see key j: j <= i + Tk - Tq."""
+    return torch.ones(Tq, Tk, dtype=torch.bool, device=device).tril(Tk - Tq)
+
+
+def naive_attention(q, k, v, dropout=0.0):
+    """softmax(q k^T / sqrt(hs)) v, with the (Tq, Tk) scores written out: the oracle for every faster one.
+
+    q (B, nh, Tq, hs), k and v (B, nh, Tk, hs), floating -> (B, nh, Tq, hs). Vaswani et al. 2017.
+    """
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                 # (B, nh, Tq, Tk)
+    scores = scores.masked_fill(~causal_mask(q.size(-2), k.size(-2), q.device), float("-inf"))
+    weights = F.dropout(scores.softmax(-1), dropout)                         # (B, nh, Tq, Tk)
+    return weights @ v                                                       # (B, nh, Tq, hs)
+
+
+def torch_attention(q, k, v, dropout=0.0):
+    """The same by PyTorch's scaled_dot_product_attention, which picks a fused kernel where it has one."""
+    Tq, Tk = q.size(-2), k.size(-2)
+    # its is_causal is aligned top-left, which is ours only for Tq = Tk; one query alone sees everything
+    mask = causal_mask(Tq, Tk, q.device) if 1 < Tq < Tk else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=1 < Tq == Tk)
+
+
+ATTENTION = {"torch": torch_attention, "naive": naive_attention}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The loss, without the logits
+
+def softmax_and_grad(logits, targets, vocab_size):
+    """Summed cross-entropy of logits (n, V padded) for targets (n,), and its gradient in the logits' dtype.
+
+    With p = softmax(z), loss = log(sum exp z) - z[target], so d loss / dz = p - onehot(target). Rows whose target
+    is negative count for nothing. Compiled, this is two passes over the logits and no copy of them in float32.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))          # (n, V) bf16 -> float32
+    column = torch.arange(z.size(1), device=z.device)                        # (V,)
+    z = z.masked_fill(column >= vocab_size, float("-inf"))                   # padded ids get no probability
+    lse = z.logsumexp(1, keepdim=True)                                       # (n, 1)
+    valid = targets[:, None] >= 0                                            # (n, 1)
+    target = targets.clamp(min=0)[:, None]                                   # (n, 1)
+    loss = ((lse - z.gather(1, target)) * valid).sum()
+    grad = ((z - lse).exp() - (column == target).to(z.dtype)) * valid        # (n, V)
+    return loss, grad.to(logits.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """forward: x (N, C), w (V padded, C), targets (N,) -> summed loss, float32 / backward: gradients of x and w.
+
+    The logits x @ w.T would be the largest tensor of a small GPT by far: 6.6 GB in float32 for 32 x 1024 tokens of
+    GPT-2. Here they live one chunk of rows at a time. The gradient needs the same softmax, so it is taken at once,
+    while the chunk exists; backward only multiplies by the incoming scalar. No product is computed twice.
+    """
+
+    chunk_elements = 2 ** 27    # logits alive at once: 0.5 GiB in float32
+
+    @staticmethod
+    def forward(ctx, x, w, targets, vocab_size, with_grad, softmax_and_grad):
+        rows = max(1, LinearCrossEntropy.chunk_elements // w.size(0))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        dx = torch.empty_like(x) if with_grad else None                      # (N, C)
+        dw = torch.zeros_like(w, dtype=wide) if with_grad else None          # (V, C), summed over chunks in float32
+        for i in range(0, x.size(0), rows):
+            chunk = x[i:i + rows]                                            # (n, C)
+            chunk_loss, grad = softmax_and_grad(chunk @ w.t(), targets[i:i + rows], vocab_size)    # grad (n, V)
+            loss += chunk_loss
+            if with_grad:
+                torch.mm(grad, w, out=dx[i:i + rows])                        # (n, V) @ (V, C) -> (n, C)
+                dw += grad.t() @ chunk                                       # (V, n) @ (n, C) -> (V, C)
+        if with_grad:
+            ctx.save_for_backward(dx, dw.to(w.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        dx, dw = ctx.saved_tensors
+        return dx * grad_loss.to(dx.dtype), dw * grad_loss.to(dw.dtype), None, None, None, None
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The model
+
+class LayerNorm(nn.Module):
+    """(..., C) -> (..., C): zero mean and unit variance over C, then a learned scale and, optionally, shift."""
+
+    def __init__(self, C, bias):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(C))
+        self.bias = nn.Parameter(torch.empty(C)) if bias else None
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class Attention(nn.Module):
+    """Tokens look at earlier tokens. (B, T, C) -> (B, T, C); how they look is the caller's `attend`."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        C = config.n_embd
+        self.layer, self.hs, self.dropout = layer, C // config.n_head, config.dropout
+        self.qkv = nn.Linear(C, 3 * C, bias=config.bias)
+        self.proj = nn.Linear(C, C, bias=config.bias)
+
+    def forward(self, x, attend):
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, 3, -1, self.hs)                         # (B, T, 3C) -> (B, T, 3, nh, hs)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)                       # each (B, nh, T, hs)
+        o = attend(self.layer, q, k, v)                                      # (B, nh, T, hs)
+        o = o.transpose(1, 2).reshape(B, T, -1)                              # (B, T, nh, hs) -> (B, T, C)
+        return F.dropout(self.proj(o), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Each token alone, through a hidden layer four times as wide. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.dropout = config.dropout
+        self.fc = nn.Linear(C, 4 * C, bias=config.bias)
+        self.proj = nn.Linear(4 * C, C, bias=config.bias)
+
+    def forward(self, x):
+        h = F.gelu(self.fc(x), approximate="tanh")                           # (B, T, 4C)
+        return F.dropout(self.proj(h), self.dropout, self.training)          # (B, T, C)
+
+
+class Block(nn.Module):
+    """Two residual branches, each behind its layer norm (pre-LN: the residual stream itself is never scaled)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, config.bias)
+        self.attn = Attention(config, layer)
+        self.ln_2 = LayerNorm(config.n_embd, config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, attend):
+        x = x + self.attn(self.ln_1(x), attend)                              # (B, T, C)
+        return x + self.mlp(self.ln_2(x))                                    # (B, T, C)
+
+
+class GPT(nn.Module):
+    """A GPT, or the pipeline stage of one that holds `layers` (a range; None means all of them).
+
+    A stage has the positions `wpe` only if it holds layer 0 and the final norm `ln_f` only if it holds the last.
+    The embedding `wte` is also the head's matrix (tied), so first and last stage both have it, under one name.
+    Blocks are named by their number in the whole model: a parameter's name is the same on every stage.
+    `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention` names the
+    default kernel: "auto", or a key of ATTENTION.
+    """
+
+    def __init__(self, config, layers=None, seed=0, attention="auto"):
+        super().__init__()
+        self.config = config
+        self.layers = range(config.n_layer) if layers is None else layers
+        self.first, self.last = 0 in self.layers, config.n_layer - 1 in self.layers
+        self.attention = "torch" if attention == "auto" else attention
+        self.softmax_and_grad = softmax_and_grad
+        with torch.device("meta"):        # shapes only: reset() below gives the values
+            if self.first or self.last:
+                self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
+            if self.first:
+                self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in self.layers})
+            if self.last:
+                self.ln_f = LayerNorm(config.n_embd, config.bias)
+        self.to_empty(device="cpu")
+        if seed is not None:
+            self.reset(seed)
+
+    @torch.no_grad()
+    def reset(self, seed):
+        """GPT-2's initialisation. Normal, deviation 0.02 (positions 0.01); the two projections that end a residual
+        branch are divided by sqrt(2L), so that the sum of 2L branches keeps the stream's variance at depth L.
+        Each value depends on (seed, parameter name) alone, and is drawn on the CPU: any stage, shard or device
+        starts from the same model."""
+        for name, p in self.named_parameters():
+            if p.dim() == 1:
+                p.fill_(1.0 if name.endswith("weight") else 0.0)             # layer norms; biases
+                continue
+            std = 0.01 if name == "wpe.weight" else 0.02
+            if name.endswith("proj.weight"):
+                std /= math.sqrt(2 * self.config.n_layer)
+            rows = self.config.vocab_size if name == "wte.weight" else p.size(0)
+            p.zero_()                                                        # the padded rows stay zero
+            p[:rows].normal_(0.0, std, generator=torch.Generator().manual_seed(derive(seed, name)))
+
+    def causal(self, layer, q, k, v):
+        """The default `attend`: causal attention among the tokens at hand, in every layer alike."""
+        return ATTENTION[self.attention](q, k, v, self.config.dropout if self.training else 0.0)
+
+    def trunk(self, x, pos=None, attend=None):
+        """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
+        pos: (T,) or (B, T) int64, by default 0 .. T - 1. Returns (B, T, C), after ln_f if this is the last stage."""
+        if self.first:
+            T = x.size(1)
+            if pos is None:
+                if T > self.config.block_size:
+                    raise ValueError(f"T={T} tokens don't fit in block_size={self.config.block_size}")
+                pos = torch.arange(T, device=x.device)                       # (T,)
+            x = self.wte(x) + self.wpe(pos)                                  # (B, T, C)
+            x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks.values():
+            x = block(x, attend or self.causal)                              # (B, T, C)
+        return self.ln_f(x) if self.last else x
+
+    def forward(self, x, pos=None, attend=None):
+        """idx (B, T) int64 -> logits (B, T, V); a stage without the head returns its activations (B, T, C)."""
+        x = self.trunk(x, pos, attend)
+        return F.linear(x, self.wte.weight)[..., :self.config.vocab_size] if self.last else x
+
+    def loss(self, x, targets, total=None, pos=None, attend=None):
+        """Mean cross-entropy in nats, a float32 scalar (float64 for a float64 model).
+
+        x as in forward; targets (B, T) int64, -1 where a token doesn't count. `total` is what the sum is divided
+        by, by default the number of targets that count here. A caller that splits a batch passes the number in
+        the whole batch to each part, and the parts add up to the mean, however unevenly they are filled.
+        """
+        x = self.trunk(x, pos, attend)                                       # (B, T, C)
+        if total is None:
+            total = (targets >= 0).sum().clamp(min=1)
+        x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)          # (B*T, C), (B*T,)
+        w = self.wte.weight
+        with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+        return LinearCrossEntropy.apply(x, w, targets, self.config.vocab_size, with_grad, self.softmax_and_grad) / total
+
+    def compile_blocks(self):
+        """torch.compile for the blocks and the loss. A block is compiled and not the model: all of them run one graph,
+        so that compiling takes as long for 48 layers as for one. Parameters keep their names."""
+        for block in self.blocks.values():
+            block.compile(dynamic=False)
+        self.softmax_and_grad = torch.compile(softmax_and_grad, dynamic=False)
+
+    # ---- generation -----------------------------------------------------------------------------------------
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
+        """idx (B, T) int64, T >= 1 -> (B, T + max_new_tokens): the plain oracle, a whole forward for each token.
+        Options as in `distribution`; `generator` must live on idx's device. Past block_size as in `stream`."""
+        return torch.cat([idx, *self.stream(idx, max_new_tokens, temperature, top_k, top_p, generator)], 1)
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None):
+        """The same as an iterator over the new tokens, each (B, 1) int64.
+
+        A context longer than block_size starts again from its last block_size // 2 tokens, at position 0, and
+        grows from there. (To slide by one token would move every position, and leave nothing for a cache to
+        reuse.) A prompt longer than block_size keeps its end. Every decoding mode of this project does the same.
+        """
+        if idx.size(1) == 0:
+            raise ValueError("generation needs at least one token to start from")
+        context, training = idx[:, -self.config.block_size:], self.training
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                if context.size(1) > self.config.block_size:
+                    context = context[:, -max(1, self.config.block_size // 2):]
+                x = self.trunk(context)[:, -1]                               # (B, T, C) -> (B, C)
+                logits = F.linear(x, self.wte.weight)[:, :self.config.vocab_size]          # (B, V)
+                probs = distribution(logits, temperature, top_k, top_p)      # (B, V)
+                token = torch.multinomial(probs, 1, generator=generator)     # (B, 1)
+                context = torch.cat([context, token], 1)                     # (B, T + 1)
+                yield token
+        finally:
+            self.train(training)
+
+    # ---- what it costs --------------------------------------------------------------------------------------
+
+    def num_params(self):
+        """Parameters held here: the tied matrix counted once, its padding not at all. GPT-2 small: 124,439,808."""
+        padding = (self.config.padded_vocab - self.config.vocab_size) * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - (padding if self.first or self.last else 0)
+
+
+def flops_per_token(config):
+    """Training FLOPs per token by PaLM's formula: 6 for each weight that multiplies (2 forward, 4 backward; the
+    position table only adds), and 12 L C T for the scores and the weighted sum, causal halves counted whole."""
+    C, L = config.n_embd, config.n_layer
+    weights = config.vocab_size * C + L * 12 * C * C                         # head; qkv 3, proj 1, MLP 4 + 4
+    return 6 * weights + 12 * L * C * config.block_size
+
+
+def distribution(logits, temperature=1.0, top_k=None, top_p=None):
+    """Logits (..., V) -> the probabilities (..., V) in float32 from which a token is drawn.
+
+    temperature >= 0 divides the logits; 0 is argmax. top_k >= 1 keeps the k likeliest ids (None, or more than V:
+    all). top_p in (0, 1] then keeps the fewest whose probability reaches p (Holtzman et al. 2019). Ties go to the
+    lower id, so top_k=1 is argmax. Speculative decoding needs these very numbers for target and draft. Raises
+    UserError on values outside those ranges.
+    """
+    check_sampling(temperature, top_k, top_p)
+    V = logits.size(-1)
+    if temperature < 1e-6:        # the limit; float32 couldn't divide by less
+        return F.one_hot(logits.argmax(-1), V).float()                       # (..., V)
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature          # the largest is 0: exp can't overflow
+    if top_k is None and top_p is None:
+        return logits.softmax(-1)
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)  # (..., V) each
+    if top_k is not None:
+        sorted_logits[..., top_k:] = float("-inf")
+    probs = sorted_logits.softmax(-1)                                        # (..., V), likeliest first
+    if top_p is not None and top_p < 1:
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)    # what came before already reached p
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(-1, order, probs)                 # back to the order of ids
+
+
+def check_sampling(temperature, top_k, top_p):
+    """UserError unless `distribution` can use these."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature={temperature} must be 0 (argmax) or a positive number")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k={top_k} must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p={top_p} must be above 0 and at most 1")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What both programs share: text in and out, checkpoints in, devices, options
+
+class Tokenizer:
+    """Text to ids and back. kind "bytes": UTF-8 bytes, 256 ids, any language, no vocabulary file. kind "ids": the
+    tokens came without their text (nanoGPT's train.bin), so a prompt is numbers and so is the output."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def encode(self, text):
+        """str -> list of ids. Bytes that were no UTF-8 on the command line come through as they were."""
+        if self.kind == "bytes":
+            return list(text.encode("utf-8", "surrogateescape"))
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise UserError(f"this model's tokens have no text, so a prompt is numbers, not {text[:40]!r}") from None
+
+    def start(self, vocab_size):
+        """The id that stands before an empty text: a newline, or GPT-2's end-of-text, the last of its ids."""
+        return ord("\n") if self.kind == "bytes" else vocab_size - 1
+
+    def decoder(self):
+        """A function ids -> text for a stream: a character whose bytes aren't all there yet waits for the rest;
+        call it with final=True last. Bytes that form no UTF-8 become U+FFFD."""
+        if self.kind == "ids":
+            return lambda ids, final=False: "".join(f"{i} " for i in ids)
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        return lambda ids, final=False: decode(bytes(ids), final)
+
+
+CHECKPOINT = "nanoscale-1"    # the format's name; a change that old readers can't read gets a new one
+
+
+def load_checkpoint(path):
+    """The dictionary that train.py saved at `path`, on the CPU, memory-mapped (reading the weights doesn't read the
+    moments). Raises UserError for a file that is missing, cut short or of another kind."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint; `python train.py` makes one")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} ({path.stat().st_size} bytes) can't be read as a checkpoint: {reason[:150]}") from None
+    if not isinstance(ckpt, dict) or ckpt.get("format") != CHECKPOINT:
+        raise UserError(f"{path} is not a {CHECKPOINT} checkpoint")
+    return ckpt
+
+
+def config_of(ckpt):
+    """The GPTConfig in a checkpoint's dictionary."""
+    return GPTConfig(**{f.name: ckpt["config"][f.name] for f in fields(GPTConfig)})
+
+
+def pick_device(name):
+    """"auto" | "cpu" | "cuda" | "cuda:1" | "mps" -> torch.device. Raises UserError for one that isn't here."""
+    mps = torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device={name} is not a device; use cpu, cuda, cuda:1 or mps") from None
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}.get(device.type, 0)
+    if (device.index or 0) >= count:
+        raise UserError(f"device={name}, but this machine has {count} of kind {device.type}")
+    return device
+
+
+def pick_dtype(name, device):
+    """A dtype's name -> torch.dtype. "auto": bfloat16 on a GPU that has it, else float16; float32 elsewhere."""
+    if name == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    if name == "float64" and device.type == "mps":
+        raise UserError("dtype=float64 can't run on device=mps; use float32")
+    return getattr(torch, name)
+
+
+DTYPES = ["auto", "float64", "float32", "bfloat16", "float16"]
+
+
+class Options(argparse.ArgumentParser):
+    """argparse, but an error is one sentence, and a misspelt option is told the nearest one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def parse(self, argv=None):
+        """Like parse_args. Exits with code 2 on options that can't be understood."""
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            word = unknown[0].split("=")[0]
+            # --learning_rate is near --lr by its initials, though not by its letters
+            initials = "--" + "".join(re.findall(r"(?:^|[-_])(\w)", word.lstrip("-")))
+            near = [initials] if initials in names else difflib.get_close_matches(word, names, 1, 0.5)
+            self.error(f"there is no option {word}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+        return args
+
+    def error(self, message):
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)

@@ -1,0 +1,118 @@
+"""Writes text with a trained GPT: `python sample.py`.
+
+What it teaches: a language model gives a distribution over the next token; text comes from drawing one, appending it
+and asking again. The text goes to standard output and nothing else does, so it can be piped; figures go to standard
+error.
+
+    python sample.py --prompt="def main():" --max_new_tokens=200
+    python sample.py --prompt=@story.txt --temperature=0 > ending.txt
+    cat notes.txt | python sample.py --prompt=@- --num_samples=3
+
+Each new token costs a forward of the whole context: the plain way, and the oracle for every faster one.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from model import (DTYPES, GPT, Options, Tokenizer, UserError, check_sampling, config_of, derive, load_checkpoint,
+                   pick_device, pick_dtype)
+
+
+def options():
+    p = Options(prog="sample.py", description=__doc__.split("\n\n")[0])
+    p.add_argument("--ckpt", default="out/ckpt.pt", help="the model, as train.py saved it (default: out/ckpt.pt)")
+    p.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text; @FILE takes it from a file, "
+                   "@- from standard input; one longer than the model's block_size counts from its end alone "
+                   "(default: none)")
+    p.add_argument("--num_samples", type=int, default=1, help="texts to write, each from the prompt (default: 1)")
+    p.add_argument("--max_new_tokens", type=int, default=500, help="tokens to add to the prompt (default: 500)")
+    p.add_argument("--temperature", type=float, default=0.8, help="below 1 likelier, above 1 wilder; 0: always the "
+                   "likeliest token (default: 0.8)")
+    p.add_argument("--top_k", type=int, help="draw among the k likeliest tokens alone (default: all)")
+    p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
+    p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
+    p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, bfloat16 "
+                   "on a GPU that has it, float32 elsewhere)")
+    return p
+
+
+def read_prompt(prompt):
+    """TEXT, @FILE or @- -> the text; bytes that aren't UTF-8 are kept (as surrogates)."""
+    if not prompt.startswith("@"):
+        return prompt
+    try:
+        raw = sys.stdin.buffer.read() if prompt == "@-" else Path(prompt[1:]).read_bytes()
+    except OSError as error:
+        raise UserError(f"prompt={prompt} can't be read: {error.strerror}") from None
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def load_model(path, device, dtype):
+    """-> (GPT in evaluation, its Tokenizer). Raises UserError if the file isn't one, or its weights aren't numbers."""
+    ckpt = load_checkpoint(path)
+    model = GPT(config_of(ckpt), seed=None)
+    model.load_state_dict(ckpt["model"])
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"{path} holds weights that are not numbers: its training diverged")
+    return model.to(device, dtype).eval(), Tokenizer(ckpt["tokenizer"])
+
+
+def write_samples(model, tokenizer, args):
+    """Streams the texts to standard output, an empty line between them. Returns the number of new tokens."""
+    device = next(model.parameters()).device
+    prompt = read_prompt(args.prompt)
+    ids = tokenizer.encode(prompt)
+    bad = [i for i in ids if not 0 <= i < model.config.vocab_size]
+    if bad:
+        raise UserError(f"the prompt has the id {bad[0]}, but the model's ids end at {model.config.vocab_size - 1}")
+    context = torch.tensor([ids or [tokenizer.start(model.config.vocab_size)]], device=device)         # (1, T)
+    for i in range(args.num_samples):
+        generator = torch.Generator(device).manual_seed(derive(args.seed, "sample", i))
+        decode = tokenizer.decoder()
+        print(("\n\n" if i else "") + decode(ids), end="", flush=True)
+        for token in model.stream(context, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
+            print(decode([token.item()]), end="", flush=True)
+        print(decode([], final=True), flush=True)
+    return args.num_samples * args.max_new_tokens
+
+
+def run(argv):
+    args = options().parse(argv)
+    for name, least in (("num_samples", 1), ("max_new_tokens", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
+    check_sampling(args.temperature, args.top_k, args.top_p)
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype, device)
+    model, tokenizer = load_model(args.ckpt, device, dtype)
+    sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
+    start = time.perf_counter()
+    tokens = write_samples(model, tokenizer, args)
+    seconds = time.perf_counter() - start
+    print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s: {model.num_params():,} parameters on "
+          f"{device} in {str(dtype).split('.')[1]}", file=sys.stderr)
+
+
+def main(argv=None):
+    """The program. Exit code 2 and a sentence for what the user can mend, 130 after Ctrl-C."""
+    try:
+        run(argv)
+    except UserError as error:
+        print(f"sample.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:      # the reader, `head` perhaps, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Fresh random inputs in every run. The seed of a test is printed when it fails; NANOSCALE_SEED repeats it."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"      # small tensors, here and in the programs started: threads would only wait
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    seed = int(os.environ.get("NANOSCALE_SEED", 0)) or int.from_bytes(os.urandom(3), "big")
+    print(f"NANOSCALE_SEED={seed}")
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    return seed

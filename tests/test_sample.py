@@ -1,0 +1,155 @@
+"""sample.py as a person uses it, pipes it and breaks it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sample
+import train
+from model import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--preset=cpu", "--no-draft", "--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
+        "--batch_size=4", "--max_steps=2", "--vocab_size=256"]
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    """A model that has hardly learned: it writes any bytes at all."""
+    out = tmp_path_factory.mktemp("out")
+    (out / "text.txt").write_bytes(bytes(range(256)) * 10)
+    assert train.main([*TINY, f"--data={out / 'text.txt'}", f"--out={out}"]) == 0
+    return out / "ckpt.pt"
+
+
+@pytest.fixture(scope="module")
+def ids_ckpt(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ids")
+    np.arange(300, dtype=np.uint16).tofile(out / "train.bin")
+    assert train.main([*TINY[:-1], "--vocab_size=300", f"--data={out / 'train.bin'}", f"--out={out}"]) == 0
+    return out / "ckpt.pt"
+
+
+def write(capsys, ckpt, *options):
+    capsys.readouterr()
+    code = sample.main([f"--ckpt={ckpt}", "--device=cpu", "--max_new_tokens=30", *options])
+    out, err = capsys.readouterr()
+    assert code == 0 and "tokens/s" in err and err.count("\n") == 1
+    return out
+
+
+def refused(capsys, *options):
+    capsys.readouterr()
+    try:
+        code = sample.main(["--device=cpu", *options])
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err and not out
+    return err
+
+
+def test_text_is_the_models_and_nothing_else(ckpt, capsys):
+    model, tokenizer = sample.load_model(ckpt, torch.device("cpu"), torch.float32)
+    prompt = torch.tensor([list(b"ab")])
+    want = model.generate(prompt, 30, temperature=0)[0].tolist()
+    assert write(capsys, ckpt, "--prompt=ab", "--temperature=0") == bytes(want).decode("utf-8", "replace") + "\n"
+
+
+def test_seeds_and_samples(ckpt, capsys):
+    one, same, other = (write(capsys, ckpt, f"--seed={s}") for s in (1, 1, 2))
+    assert one == same != other
+    three = write(capsys, ckpt, "--num_samples=3")
+    assert three.startswith(one + "\n") and len(set(three.split("\n\n"))) >= 3
+
+
+def test_greedy_and_its_equals(ckpt, capsys):
+    greedy = write(capsys, ckpt, "--temperature=0", "--prompt=x")
+    assert greedy == write(capsys, ckpt, "--temperature=0", "--prompt=x", "--seed=9")
+    assert greedy == write(capsys, ckpt, "--top_k=1", "--prompt=x", "--temperature=1.7")
+    assert write(capsys, ckpt, "--top_k=10000") == write(capsys, ckpt)
+    assert write(capsys, ckpt, "--top_p=1.0") == write(capsys, ckpt)
+
+
+@pytest.mark.parametrize("prompt", ["", "\n", "café 日本 ?", "a" * 7, "a" * 8, "a" * 17, "\udcff\udc80 bytes"])
+def test_any_prompt(ckpt, capsys, prompt):
+    raw = prompt.encode("utf-8", "surrogateescape")
+    out = write(capsys, ckpt, f"--prompt={prompt}")
+    assert out.startswith(raw.decode("utf-8", "replace"))
+
+
+def test_prompt_files(ckpt, capsys, tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_bytes("é\nb".encode())
+    assert write(capsys, ckpt, f"--prompt=@{path}") == write(capsys, ckpt, "--prompt=é\nb")
+    path.write_bytes(b"")
+    assert write(capsys, ckpt, f"--prompt=@{path}") == write(capsys, ckpt, "--prompt=")
+    assert "No such file" in refused(capsys, f"--ckpt={ckpt}", f"--prompt=@{tmp_path / 'none'}")
+
+
+def test_a_model_of_numbers(ids_ckpt, capsys):
+    out = write(capsys, ids_ckpt, "--prompt=7 8 299")
+    assert len(out.split()) == 33 and out.startswith("7 8 299 ") and max(map(int, out.split())) < 300
+    assert "'seven'" in refused(capsys, f"--ckpt={ids_ckpt}", "--prompt=seven")
+    err = refused(capsys, f"--ckpt={ids_ckpt}", "--prompt=7 300")
+    assert "300" in err and "299" in err
+
+
+def test_a_character_is_shown_when_all_its_bytes_are_there():
+    decode = Tokenizer("bytes").decoder()
+    ids = list("é日🙂".encode())
+    assert [decode([i]) for i in ids] == ["", "é", "", "", "日", "", "", "", "🙂"] and decode([], final=True) == ""
+    decode = Tokenizer("bytes").decoder()
+    assert decode([0xff, 65, 0xe6]) == "\ufffdA" and decode([], final=True) == "\ufffd"
+
+
+def program(ckpt, *options, **env):
+    return subprocess.run([sys.executable, "sample.py", f"--ckpt={ckpt}", "--device=cpu", *options], cwd=ROOT,
+                          capture_output=True, timeout=60, env={**os.environ, **env})
+
+
+def test_any_locale(ckpt):
+    result = program(ckpt, "--prompt=é日", "--max_new_tokens=20", LC_ALL="C", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and result.stdout.startswith(b"??") and b"Traceback" not in result.stderr
+    result = program(ckpt, "--prompt=é日", "--max_new_tokens=20", LC_ALL="C")
+    assert result.returncode == 0 and result.stdout.decode().startswith("é日")
+
+
+def test_a_reader_that_leaves(ckpt):
+    command = f"{sys.executable} sample.py --ckpt={ckpt} --device=cpu --max_new_tokens=3000 | head -c 5"
+    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert len(result.stdout) == 5 and b"Traceback" not in result.stderr and b"Exception" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--top_k=0", "--top_k=-1", "--top_p=0", "--top_p=2", "--temperature=-1",
+                                    "--temperature=nan", "--num_samples=0", "--max_new_tokens=-1", "--device=cuda:99"])
+def test_bad_options(ckpt, capsys, option):
+    name, value = option[2:].split("=")
+    err = refused(capsys, f"--ckpt={ckpt}", option)
+    assert name in err and value in err
+
+
+def test_bad_options_by_name(ckpt, capsys):
+    assert "--max_new_tokens" in refused(capsys, "--max_tokens=3")
+    assert "--prompt" in refused(capsys, "--promt=x")
+
+
+def test_bad_checkpoints(ckpt, capsys, tmp_path):
+    path = tmp_path / "c.pt"
+    assert "train.py" in refused(capsys, f"--ckpt={path}")
+    assert str(tmp_path) in refused(capsys, f"--ckpt={tmp_path}")
+    whole = ckpt.read_bytes()
+    for size in (0, 100, len(whole) // 3, len(whole) - 10):
+        path.write_bytes(whole[:size])
+        assert f"{size} bytes" in refused(capsys, f"--ckpt={path}")
+    torch.save([1, 2], path)
+    assert "not a nanoscale" in refused(capsys, f"--ckpt={path}")
+    state = torch.load(ckpt, weights_only=True)
+    state["model"]["ln_f.weight"] = torch.full_like(state["model"]["ln_f.weight"], float("nan"))
+    torch.save(state, path)
+    assert "not numbers" in refused(capsys, f"--ckpt={path}")

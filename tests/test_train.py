@@ -1,0 +1,448 @@
+"""train.py: the step against plain definitions, and the program as a person uses and breaks it."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from model import GPT, GPTConfig, load_checkpoint
+from train import Data, Master, backward, learning_rate
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--preset=cpu", "--no-draft", "--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
+        "--batch_size=4", "--eval_batches=2"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """5,000 bytes of words to learn from."""
+    rng = np.random.default_rng()
+    words = ["to ", "be ", "or ", "not ", "that ", "is ", "the ", "question,\n", "whether ", "é日 "]
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes("".join(rng.choice(words, 2000)).encode()[:5000])
+    return path
+
+
+def records(out, name="log.jsonl"):
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def losses(out):
+    return {r["step"]: (r["loss"], r["grad_norm"], r["lr"]) for r in records(out)[1:]}
+
+
+def run(text, out, *options):
+    return train.main([*TINY, f"--data={text}", f"--out={out}", *map(str, options)])
+
+
+def program(text, out, *options, **kwargs):
+    """The same in a process of its own."""
+    return subprocess.Popen([sys.executable, "train.py", *TINY, f"--data={text}", f"--out={out}", *map(str, options)],
+                            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+# ---- data -------------------------------------------------------------------------------------------------------
+
+def data_of(path, block_size=8, seed=1, vocab_size=None, out="."):
+    return Data(Namespace(data=str(path), out=str(out), block_size=block_size, seed=seed, vocab_size=vocab_size))
+
+
+def test_batches_are_windows_and_a_function_of_seed_and_step(text):
+    raw, data = text.read_bytes(), data_of(text)
+    assert bytes(data.train) + bytes(data.val) == raw and len(data.val) == 500
+    idx, targets = data.batch(3, 6)
+    assert idx.shape == targets.shape == (6, 8) and idx.dtype == torch.int64
+    for row, shifted in zip(idx.tolist(), targets.tolist()):
+        assert bytes(row + shifted[-1:]) in raw[:4500] and row[1:] == shifted[:-1]
+    again, _ = data_of(text).batch(3, 6)
+    assert torch.equal(idx, again)
+    for other in (data.batch(4, 6)[0], data_of(text, seed=2).batch(3, 6)[0]):
+        assert not torch.equal(idx, other)
+
+
+def test_every_window_is_reachable_and_none_is_beyond(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_bytes(bytes(range(12)))
+    data = data_of(path)                                             # 12 tokens, T = 8: starts 0, 1, 2, 3
+    idx, targets = data.batch(0, 500)
+    assert set(idx[:, 0].tolist()) == {0, 1, 2, 3} and targets.max() == 11
+    path.write_bytes(bytes(range(9)))                                # block_size + 1 tokens: one window
+    idx, targets = data_of(path).batch(0, 3)
+    assert idx.tolist() == [list(range(8))] * 3 and targets[0].tolist() == list(range(1, 9))
+
+
+def test_validation_is_spread_over_its_split(text):
+    data = data_of(text)
+    parts = list(data.validation(2, 4))
+    assert [p[0].shape for p in parts] == [(4, 8)] * 2
+    starts = torch.cat([p[0] for p in parts])
+    assert bytes(starts[0].tolist()) == bytes(data.val[:8]) and bytes(parts[-1][1][-1].tolist()) == bytes(data.val[-8:])
+    assert sum(len(p[0]) for p in data.validation(10_000, 4)) == 60          # 62 windows fit in 500 bytes
+    assert sum(len(p[0]) for p in data.validation(10_000, 100)) == 62
+
+
+def test_nanogpts_bins_and_folders(tmp_path):
+    ids = np.arange(1000, dtype=np.uint16) * 50
+    ids.tofile(tmp_path / "train.bin")
+    for path in (tmp_path / "train.bin", tmp_path):                 # the file, or nanoGPT's folder
+        data = data_of(path)
+        assert (len(data.train), len(data.val), data.vocab_size) == (900, 100, 50257)
+    ids[:50].tofile(tmp_path / "val.bin")
+    data = data_of(tmp_path / "train.bin", vocab_size=50000)
+    assert (len(data.train), len(data.val), data.tokenizer.kind) == (1000, 50, "ids")
+    assert data.batch(0, 20_000)[1].max() == 999 * 50
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("alpha " * 20)
+    (folder / "deep" / "b.md").write_text("beta " * 20)
+    (folder / ".hidden").write_text("no")
+    (folder / "c.bin").write_bytes(b"\0\1")
+    joined = bytes(data_of(folder, out=tmp_path / "o").train) + bytes(data_of(folder, out=tmp_path / "o").val)
+    assert joined in (b"alpha " * 20 + b"beta " * 20, b"beta " * 20 + b"alpha " * 20)
+
+
+def test_the_default_data_is_the_python_library(tmp_path):
+    data = Data(Namespace(data=None, out=str(tmp_path), block_size=8, seed=1, vocab_size=None))
+    assert 5e6 < len(data.train) + len(data.val) < 40e6 and data.vocab_size == 256
+    assert b"import argparse" in bytes(data.train)
+
+
+# ---- one step ---------------------------------------------------------------------------------------------------
+
+ARGS = dict(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, micro_batch=2)
+
+
+def setup(dtype, seed=0, **changes):
+    model = GPT(GPTConfig(vocab_size=65, block_size=8, n_layer=2, n_head=3, n_embd=18), seed=seed)
+    args = Namespace(**{**ARGS, **changes})
+    return model, Master(model, dtype, args), args
+
+
+def uneven_batch(B=8):
+    idx, targets = torch.randint(0, 65, (B, 8)), torch.randint(0, 65, (B, 8))
+    targets[torch.rand(B, 8) < 0.3] = -1
+    targets[1] = -1                                                  # a sequence without any target
+    targets[0, 0] = 3
+    return idx, targets
+
+
+def test_accumulation_equals_the_one_big_batch():
+    idx, targets = uneven_batch()
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        want = None
+        for micro in (8, 4, 2, 1, 3):
+            model, master, args = setup(dtype, micro_batch=micro)
+            loss = backward(model, master, idx, targets, args)
+            got = torch.stack([loss, master.grad.norm()])
+            want = got if want is None else want
+            assert ((got - want) / want).abs().max() < tolerance
+    big, _, _ = setup(torch.float32)
+    assert abs(loss - big.loss(idx, targets)) < 1e-5                 # the mean, not a sum and not the last part
+
+
+def test_master_equals_adamw_on_each_parameter():
+    """Five steps in float64 with clipping and decay, beside torch's optimizer on the parameters one by one."""
+    model, master, args = setup(torch.float64)
+    plain = GPT(model.config, seed=0).double()
+    matrices = [p for p in plain.parameters() if p.dim() > 1]
+    others = [p for p in plain.parameters() if p.dim() == 1]
+    adamw = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
+                              lr=1e-2, betas=(0.9, 0.95))
+    for step in range(5):
+        idx, targets = uneven_batch()
+        loss = plain.loss(idx, targets)
+        adamw.zero_grad()
+        loss.backward()
+        want = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        assert want > 0.5 or step                                    # clipping has something to do
+        for p in plain.parameters():
+            p.grad *= min(1, 0.5 / want)
+        adamw.step()
+        assert abs(backward(model, master, idx, targets, args) - loss) < 1e-12
+        assert abs(master.step(1e-2) / want - 1) < 1e-12
+        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+            assert (p - q).abs().max() < 1e-10, name
+    assert model.wte.weight[65:].abs().max() == 0
+
+
+def test_no_clipping_when_asked():
+    model, master, args = setup(torch.float64, grad_clip=0.0)
+    norms = []
+    for _ in range(2):
+        backward(model, master, *uneven_batch(), args)
+        norms.append(master.step(0.0).item())
+    moment = torch.cat([master.adamw.state[g["params"][0]]["exp_avg"] for g in master.adamw.param_groups])
+    assert 0 < moment.norm() <= 0.1 * (0.9 * norms[0] + norms[1]) + 1e-12 and norms[0] > 0.5
+
+
+def test_masters_keep_steps_that_bfloat16_would_lose():
+    model, master, args = setup(torch.bfloat16, weight_decay=0.0, grad_clip=0.0)
+    before = model.ln_f.weight.detach().clone()
+    for _ in range(40):
+        master.grad.fill_(1.0)
+        master.step(1e-4)                                            # Adam moves every weight by about 1e-4
+    assert model.ln_f.weight.dtype == torch.bfloat16 and master.master.dtype == torch.float32
+    assert (master.views(master.master)["ln_f.weight"] - (1 - 40e-4)).abs().max() < 1e-5
+    assert torch.equal(model.ln_f.weight, torch.full_like(before, 1 - 40e-4))
+
+
+def test_float16_skips_a_step_that_overflowed_and_finds_its_scale():
+    model, master, args = setup(torch.float16)
+    before = master.master.clone()
+    master.scale = 2.0 ** 40                                         # every gradient overflows
+    idx, targets = uneven_batch()
+    while True:
+        backward(model, master, idx, targets, args)
+        if master.step(1e-2).isfinite():
+            break
+        assert torch.equal(master.master, before)
+    assert 1 < master.scale < 2.0 ** 40 and not torch.equal(master.master, before) and master.master.isfinite().all()
+    scale, master.good_steps = master.scale, 1999
+    backward(model, master, idx, targets, args)
+    master.step(1e-2)
+    assert master.scale in (2 * scale, scale / 2)                    # doubled after 2,000 good steps (or too much)
+
+
+def test_learning_rate():
+    args = Namespace(lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110, decay_steps=None)
+    rates = [learning_rate(step, args) for step in range(130)]
+    assert rates[0] == 1 / 11 and rates[9] == 10 / 11 and rates[10] == 1.0
+    assert abs(rates[60] - 0.55) < 1e-12 and rates[110] == rates[129] == 0.1
+    assert all(a < b for a, b in zip(rates[:10], rates[1:11])) and all(a > b for a, b in zip(rates[10:110], rates[11:111]))
+    args.decay_steps = 60
+    assert abs(learning_rate(35, args) - 0.55) < 1e-12 and learning_rate(60, args) == 0.1
+
+
+# ---- the program ------------------------------------------------------------------------------------------------
+
+def test_it_learns_and_says_so(text, tmp_path, capsys):
+    assert run(text, tmp_path, "--max_steps=120", "--lr=1e-2", "--eval_every=50", "--save_every=0") == 0
+    log = records(tmp_path)
+    assert log[0]["config"]["n_embd"] == 16 and log[0]["options"]["lr"] == 1e-2
+    assert [r["step"] for r in log[1:]] == list(range(1, 121))
+    assert [r["step"] for r in log[1:] if "val_loss" in r] == [50, 100, 120]
+    assert all(set(r) >= {"step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu"} for r in log[1:])
+    assert abs(log[1]["loss"] - math.log(256)) < 0.1 and log[-1]["val_loss"] < 3.0
+    out = capsys.readouterr()
+    assert f"val {log[-1]['val_loss']:.4f}" in out.out and "a sample:" in out.out and "tokens/s" in out.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_five_and_five_are_ten(text, tmp_path, dtype):
+    """Bit for bit, with dropout, through a checkpoint."""
+    common = ["--dropout=0.1", "--decay_steps=10", f"--dtype={dtype}", "--micro_batch=2"]
+    assert run(text, tmp_path / "a", "--max_steps=10", *common) == 0
+    assert run(text, tmp_path / "b", "--max_steps=5", *common) == 0
+    assert train.main(["--resume", f"--out={tmp_path / 'b'}", "--max_steps=10"]) == 0      # options come from the run
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 10
+    a, b = (load_checkpoint(tmp_path / x / "ckpt.pt") for x in "ab")
+    assert a["scaler"] == b["scaler"] and a["updates"] == b["updates"]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(a["moments"][key][name], b["moments"][key][name]) for name in a["model"])
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+def test_checkpoint_is_the_single_device_state(text, tmp_path):
+    assert run(text, tmp_path, "--max_steps=2", "--dtype=bfloat16") == 0
+    ckpt = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    model = GPT(GPTConfig(**ckpt["config"]))
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for named in (ckpt["model"], ckpt["moments"]["exp_avg"], ckpt["moments"]["exp_avg_sq"]):
+        assert {name: t.shape for name, t in named.items()} == shapes
+        assert all(t.dtype == torch.float32 for t in named.values())
+    model.load_state_dict(ckpt["model"])
+    assert ckpt["step"] == 2 and sorted(os.listdir(tmp_path)) == ["ckpt.pt", "log.jsonl"]
+
+
+def test_init_from_takes_weights_and_architecture(text, tmp_path, capsys):
+    assert run(text, tmp_path / "a", "--max_steps=3") == 0
+    init = f"--init_from={tmp_path / 'a' / 'ckpt.pt'}"
+    arguments = ["--preset=cpu", "--no-draft", "--device=cpu", f"--data={text}", init, "--max_steps=0"]
+    assert train.main([*arguments, f"--out={tmp_path / 'b'}"]) == 0
+    a, b = (load_checkpoint(tmp_path / x / "ckpt.pt") for x in "ab")
+    assert b["step"] == 0 and all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
+    capsys.readouterr()
+    assert train.main([*arguments, f"--out={tmp_path / 'c'}", "--n_layer=5"]) == 2
+    assert "n_layer=5 differs from the checkpoint's n_layer=2" in capsys.readouterr().err
+
+
+def test_draft_is_trained_after_the_target_and_resumes(text, tmp_path):
+    assert run(text, tmp_path, "--max_steps=4", "--draft") == 0
+    target, draft = (load_checkpoint(tmp_path / f"{n}.pt") for n in ("ckpt", "draft"))
+    assert draft["step"] == 2 and draft["run"] == target["run"]
+    for field in ("vocab_size", "block_size"):
+        assert draft["config"][field] == target["config"][field]
+    assert train.main(["--resume", f"--out={tmp_path}", "--max_steps=8"]) == 0
+    assert load_checkpoint(tmp_path / "draft.pt")["step"] == 4
+    assert [r["step"] for r in records(tmp_path, "draft.jsonl")[1:]] == [1, 2, 3, 4]
+
+
+def test_compiled_and_plain_checkpoints_have_the_same_names(text, tmp_path):
+    assert run(text, tmp_path / "a", "--max_steps=2", "--compile", "--n_layer=1") == 0
+    assert run(text, tmp_path / "b", "--max_steps=2", "--n_layer=1") == 0
+    a, b = (load_checkpoint(tmp_path / x / "ckpt.pt") for x in "ab")
+    assert list(a["model"]) == list(b["model"])
+    for (la, na, _), (lb, nb, _) in zip(losses(tmp_path / "a").values(), losses(tmp_path / "b").values()):
+        assert abs(la / lb - 1) < 1e-5 and abs(na / nb - 1) < 1e-4
+    del a, b
+    import sample
+    assert sample.main([f"--ckpt={tmp_path / 'a' / 'ckpt.pt'}", "--max_new_tokens=3", "--device=cpu"]) == 0
+
+
+def test_default_steps_run_in_one_micro_batch():
+    """A preset that splits its batch for no need is many times slower on one device."""
+    for preset in ("cpu", "baby"):
+        args, _ = train.parse([f"--preset={preset}", "--device=cpu"])
+        assert args.micro_batch == args.batch_size
+    args, _ = train.parse(["--preset=gpt2", "--batch_size=48", "--device=cpu"])
+    assert args.micro_batch == 24                                    # at most 32, and a divisor
+
+
+# ---- interruption -----------------------------------------------------------------------------------------------
+
+def wait_for_step(out, step, process, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        if (out / "log.jsonl").is_file() and len((out / "log.jsonl").read_text().splitlines()) > step:
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"no step {step} in {seconds} s: {process.communicate()}")
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unbroken")
+    assert run(text, out, "--max_steps=40", "--decay_steps=40", "--dropout=0.1") == 0
+    return losses(out)
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(text, tmp_path, unbroken, number, code):
+    process = program(text, tmp_path, "--max_steps=1000000", "--decay_steps=40", "--dropout=0.1", "--save_every=5")
+    wait_for_step(tmp_path, 12, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code and "Traceback" not in err
+    ckpt = load_checkpoint(tmp_path / "ckpt.pt")
+    if number != signal.SIGKILL:
+        assert "--resume" in err.splitlines()[-1] and ckpt["step"] == records(tmp_path)[-1]["step"]
+    end = max(40, ckpt["step"])
+    assert train.main(["--resume", f"--out={tmp_path}", f"--max_steps={end}"]) == 0
+    assert {s: v for s, v in losses(tmp_path).items() if s <= 40} == unbroken and len(losses(tmp_path)) == end
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(text, tmp_path):
+    assert run(text, tmp_path, "--max_steps=2") == 0
+    before = hashlib.sha256((tmp_path / "ckpt.pt").read_bytes()).digest()
+    limit = (tmp_path / "ckpt.pt").stat().st_size // 2
+    process = program(text, tmp_path, "--resume", "--max_steps=6", "--save_every=2",
+                      preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in err and "could not be saved" in err.splitlines()[-1]
+    assert hashlib.sha256((tmp_path / "ckpt.pt").read_bytes()).digest() == before
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_diverged_run_says_so_and_saves_nothing(text, tmp_path, capsys):
+    assert run(text, tmp_path, "--max_steps=50", "--lr=1e30", "--grad_clip=0", "--warmup_steps=0") == 1
+    assert re.search(r"train.py: the loss is \S+ and the gradient's norm \S+ at step \d+", capsys.readouterr().err)
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+# ---- bad input: one sentence, exit code 2, nothing started ------------------------------------------------------
+
+def refused(capsys, arguments, *words):
+    capsys.readouterr()
+    try:
+        code = train.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    err = capsys.readouterr().err
+    assert code == 2 and err.count("\n") == 1 and "Traceback" not in err, err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("options,words", [
+    (["--data=no/such/file"], ["no/such/file", "No such file"]),
+    (["--n_embd=17"], ["n_embd=17", "n_head=2"]),
+    (["--batch_size=10", "--micro_batch=4"], ["batch_size=10", "micro_batch=4"]),
+    (["--batch_size=0"], ["batch_size=0"]), (["--micro_batch=0"], ["micro_batch=0"]),
+    (["--max_steps=-1"], ["max_steps=-1"]), (["--lr=nan"], ["lr=nan"]), (["--beta2=1"], ["beta2=1"]),
+    (["--dropout=1"], ["dropout=1"]), (["--block_size=0"], ["block_size=0"]),
+    (["--device=cuda:99"], ["cuda:99"]), (["--device=abacus"], ["abacus"]),
+    (["--vocab_size=50"], ["vocab_size=50"]), (["--resume"], ["ckpt.pt"]), (["--init_from=nothing.pt"], ["nothing.pt"]),
+    (["--learning_rate=1"], ["--learning_rate", "--lr"]), (["--nlayer=3"], ["--nlayer", "--n_layer"]),
+    (["--n_lay=3"], ["--n_lay", "--n_layer"]), (["--n_layer=many"], ["--n_layer", "many"]),
+    (["--preset=huge"], ["huge", "baby"]), (["--preset=gpt2", "--draft"], ["draft", "gpt2"]),
+])
+def test_bad_options(text, tmp_path, capsys, options, words):
+    refused(capsys, [*TINY, f"--data={text}", f"--out={tmp_path}", *options], *words)
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_bad_data(tmp_path, capsys):
+    path, out = tmp_path / "x.txt", f"--out={tmp_path / 'o'}"
+    path.write_bytes(b"a" * 100)
+    refused(capsys, [*TINY, f"--data={path}", "--block_size=256", out], "100", "257")
+    path.write_bytes(b"")
+    refused(capsys, [*TINY, f"--data={path}", out], "empty")
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    refused(capsys, [*TINY, f"--data={tmp_path / 'odd.bin'}", out], "3 bytes")
+    np.full(100, 60000, np.uint16).tofile(tmp_path / "train.bin")
+    refused(capsys, [*TINY, f"--data={tmp_path / 'train.bin'}", out], "60000", "50257")
+    (tmp_path / "bare").mkdir()
+    refused(capsys, [*TINY, f"--data={tmp_path / 'bare'}", out], "no text files")
+    refused(capsys, [*TINY, "--data=/dev/null", out], "not a regular file")
+    (tmp_path / "file").write_text("x")
+    refused(capsys, [*TINY, f"--data={path}", f"--out={tmp_path / 'file'}"], "file")
+
+
+def test_bad_checkpoints(text, tmp_path, capsys):
+    assert run(text, tmp_path, "--max_steps=1") == 0
+    path, resume = tmp_path / "ckpt.pt", ["--resume", f"--out={tmp_path}", "--no-draft"]
+    refused(capsys, [*resume, "--n_layer=3"], "n_layer=3", "n_layer=2")
+    refused(capsys, [*resume, "--no-bias", "--vocab_size=300"], "vocab_size=300", "256")
+    whole = path.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused(capsys, resume, "ckpt.pt", f"{size} bytes")
+    torch.save({"weights": torch.zeros(3)}, path)
+    refused(capsys, resume, "not a nanoscale")
+    torch.save(Namespace, path)                                      # code, which a checkpoint may not hold
+    refused(capsys, resume, "ckpt.pt")
+
+
+def test_several_processes_are_refused_once(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(capsys, [*TINY, f"--data={text}", f"--out={tmp_path}"], "2 processes")
+    monkeypatch.setenv("RANK", "1")
+    assert run(text, tmp_path) == 2 and capsys.readouterr().err == ""
+
+
+def test_help_is_a_manual(capsys):
+    with pytest.raises(SystemExit) as leave:
+        train.main(["--help"])
+    page = capsys.readouterr().out
+    assert leave.value.code == 0 and "presets:" in page and "gpt2-xl" in page
+    for action in train.options()._actions:
+        assert action.help and len(action.help) > 3
+
+
+def test_it_runs_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import model, train, sample"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

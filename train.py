@@ -1,0 +1,736 @@
+"""Trains a GPT on text, on whatever machine this is: `python train.py`.
+
+What it teaches: everything around the model that training takes. Data that is a function of (seed, step), so that a
+run can be cut anywhere; a step that gives the same numbers however the batch is split; low precision with float32
+masters; and files that survive a crash.
+
+    python train.py                                     the default: reads the Python library's own sources
+    python train.py --preset=baby --data=input.txt      a text of yours
+    python train.py --resume                            goes on from out/ckpt.pt, bit for bit
+    python train.py --help                              the manual
+
+Papers: GPT-2 (Radford et al. 2019); AdamW (Loshchilov & Hutter 2017, 1711.05101); mixed precision with float32
+masters and loss scaling (Micikevicius et al. 2017, 1710.03740); MFU (Chowdhery et al. 2022, 2204.02311).
+
+Reads top to bottom: options, data, the optimizer, checkpoints, the loop, the program.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Tokenizer, UserError, derive,
+                   flops_per_token, load_checkpoint, pick_device, pick_dtype)
+
+# --------------------------------------------------------------------------------------------------------------
+# Options. A preset is a set of defaults: whatever is given on the command line wins.
+
+GPT2 = dict(block_size=1024, dropout=0.0, bias=True, batch_size=512, max_steps=600_000, lr=6e-4, min_lr=6e-5,
+            warmup_steps=2000, weight_decay=0.1, beta2=0.95, eval_every=1000, eval_batches=2, save_every=1000)
+PRESETS = {
+    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, bias=False, batch_size=8, micro_batch=8,
+                max_steps=2000, lr=4e-3, min_lr=4e-5, warmup_steps=100, weight_decay=0.1, beta2=0.99,
+                eval_every=500, eval_batches=25, save_every=500),
+    "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.2, bias=False, batch_size=64,
+                 micro_batch=64, max_steps=2500, lr=2e-3, min_lr=2e-5, warmup_steps=100, weight_decay=0.1, beta2=0.99,
+                 eval_every=500, eval_batches=20, save_every=500),
+    "gpt2": dict(GPT2, n_layer=12, n_head=12, n_embd=768, micro_batch=32),
+    "gpt2-medium": dict(GPT2, n_layer=24, n_head=16, n_embd=1024, micro_batch=16, lr=3e-4, min_lr=3e-5),
+    "gpt2-large": dict(GPT2, n_layer=36, n_head=20, n_embd=1280, micro_batch=8, lr=2.5e-4, min_lr=2.5e-5),
+    "gpt2-xl": dict(GPT2, n_layer=48, n_head=25, n_embd=1600, micro_batch=8, lr=2e-4, min_lr=2e-5),
+}
+# Draft models for speculative decoding, in about a tenth of their target's time. share: of the target's steps.
+DRAFTS = {
+    "cpu": dict(n_layer=1, n_head=2, n_embd=64, lr=1e-2, min_lr=1e-4, share=0.5),
+    "baby": dict(n_layer=1, n_head=4, n_embd=128, lr=5e-3, min_lr=5e-5, dropout=0.0, share=0.4),
+}
+ARCHITECTURE = [f.name for f in fields(GPTConfig)]
+
+
+def options():
+    """The command line. Options that a preset sets have no default of their own here."""
+    p = Options(prog="train.py", description=__doc__.split("\n\n")[0], epilog=preset_table())
+    yes_no = argparse.BooleanOptionalAction
+
+    g = p.add_argument_group("what to train on, and where to put it")
+    g.add_argument("--preset", choices=PRESETS, help="a set of defaults, listed below (default: baby on a GPU, else cpu)")
+    g.add_argument("--data", metavar="PATH", help="a text file; a folder of text files; or token ids as nanoGPT writes "
+                   "them, train.bin (uint16) with val.bin beside it (default: the Python library's own sources, "
+                   "11 MB). Text is read as bytes, in any language. Its last tenth is kept for validation")
+    g.add_argument("--vocab_size", type=int, help="number of ids (default: 256 for text, 50257 for a .bin)")
+    g.add_argument("--out", metavar="DIR", default="out", help="folder for ckpt.pt, draft.pt, log.jsonl (default: out)")
+    g.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with the options it was "
+                   "started with unless given anew; the architecture can't change")
+    g.add_argument("--init_from", metavar="PATH", help="start from this checkpoint's weights and architecture, at step 0")
+    g.add_argument("--draft", action=yes_no, help="afterwards train a small draft model for speculative decoding, in "
+                   "about a tenth of the time (default: on for the presets cpu and baby)")
+
+    g = p.add_argument_group("the model")
+    g.add_argument("--n_layer", type=int, help="blocks, L")
+    g.add_argument("--n_head", type=int, help="attention heads, nh")
+    g.add_argument("--n_embd", type=int, help="width, C; a multiple of n_head")
+    g.add_argument("--block_size", type=int, help="context length in tokens, T")
+    g.add_argument("--dropout", type=float, help="share of activations dropped in training")
+    g.add_argument("--bias", action=yes_no, help="biases in linear layers and layer norms, as GPT-2 has them")
+
+    g = p.add_argument_group("the optimization")
+    g.add_argument("--max_steps", type=int, help="steps to train for")
+    g.add_argument("--decay_steps", type=int, help="step at which the cosine has come down to min_lr (default: max_steps)")
+    g.add_argument("--batch_size", type=int, help="sequences in the GLOBAL batch of one step")
+    g.add_argument("--micro_batch", type=int, help="sequences that run at once; the rest of the batch follows and the "
+                   "gradients add up to the same (default: the most the preset allows that divides batch_size)")
+    g.add_argument("--lr", type=float, help="learning rate at its highest")
+    g.add_argument("--min_lr", type=float, help="learning rate at the end (default with --lr: a tenth of it)")
+    g.add_argument("--warmup_steps", type=int, help="steps of linear warm-up")
+    g.add_argument("--weight_decay", type=float, help="AdamW's decay, on matrices alone")
+    g.add_argument("--beta1", type=float, default=0.9, help="AdamW's decay of the mean gradient (default: 0.9)")
+    g.add_argument("--beta2", type=float, help="AdamW's decay of the mean squared gradient")
+    g.add_argument("--grad_clip", type=float, default=1.0, help="largest norm of the whole gradient; 0: no limit "
+                   "(default: 1.0)")
+    g.add_argument("--seed", type=int, default=1, help="fixes weights, batches and dropout (default: 1)")
+
+    g = p.add_argument_group("looking and saving")
+    g.add_argument("--eval_every", type=int, help="steps between validations; there is always one at the end; 0: only that")
+    g.add_argument("--eval_batches", type=int, help="batches of validation text, spread evenly over it, the same each time")
+    g.add_argument("--save_every", type=int, help="steps between checkpoints; there is always one at the end; 0: only that")
+
+    g = p.add_argument_group("the machine")
+    g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
+    g.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in; masters and moments are "
+                   "float32 (default: auto, bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
+    g.add_argument("--attention", default="auto", choices=["auto", *ATTENTION], help="the attention kernel (default: auto)")
+    g.add_argument("--compile", action=yes_no, help="torch.compile the blocks and the loss: slow to start, then faster "
+                   "(default: on for CUDA where there is Triton)")
+    return p
+
+
+def preset_table():
+    """The presets as the last part of --help."""
+    rows = [["", *PRESETS]] + [[key, *(f"{preset.get(key, '')}" for preset in PRESETS.values())] for key in PRESETS["cpu"]]
+    return "presets:\n" + "\n".join(f"  {row[0]:13}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows)
+
+
+def parse(argv=None):
+    """Command line -> (options, the checkpoint to go on from or None). Raises UserError.
+
+    What isn't typed comes from the preset; with --resume, from the run that wrote the checkpoint."""
+    parser = options()
+    typed = parser.parse(argv)                     # None where a preset decides and nothing was typed
+    ckpt = load_checkpoint(Path(typed.out) / "ckpt.pt") if typed.resume else None
+    source = ckpt or (load_checkpoint(typed.init_from) if typed.init_from else None)
+    preset = typed.preset or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
+    defaults = dict(PRESETS[preset], preset=preset, draft=preset in DRAFTS)
+    micro_limit = defaults.pop("micro_batch")
+    if typed.lr is not None:
+        defaults["min_lr"] = typed.lr / 10
+    if source:
+        fixed = {name: source["config"][name] for name in ARCHITECTURE if name != "dropout"}
+        for name, value in fixed.items():
+            if getattr(typed, name) not in (None, value):
+                raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}: "
+                                "an architecture can't change")
+        defaults.update(fixed)
+    if ckpt:
+        defaults.update({name: value for name, value in ckpt["options"].items() if name not in ("out", "resume")})
+    parser.set_defaults(**defaults)
+    args = parser.parse(argv)
+    if args.micro_batch is None and args.batch_size > 0:
+        args.micro_batch = max(n for n in range(1, min(micro_limit, args.batch_size) + 1) if args.batch_size % n == 0)
+    check(args)
+    return args, ckpt
+
+
+def check(args):
+    """UserError for values that no run can use. GPTConfig checks the shapes."""
+    for name in ("batch_size", "micro_batch", "eval_batches"):
+        if getattr(args, name) < 1:
+            raise UserError(f"{name}={getattr(args, name)} must be at least 1")
+    for name in ("max_steps", "decay_steps", "warmup_steps", "eval_every", "save_every", "lr", "min_lr", "weight_decay",
+                 "grad_clip", "seed"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise UserError(f"{name}={value} must be 0 or a positive number")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UserError(f"{name}={getattr(args, name)} must be at least 0 and below 1")
+    if args.batch_size % args.micro_batch:
+        raise UserError(f"batch_size={args.batch_size} is not a multiple of micro_batch={args.micro_batch}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"torchrun started {os.environ['WORLD_SIZE']} processes, but this version trains in one")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Data: two arrays of token ids on disk, mapped into memory, never read whole
+
+class Data:
+    """`train` and `val` (1-D arrays of uint8 or uint16; val may be empty), vocab_size and the tokenizer."""
+
+    def __init__(self, args):
+        self.block_size, self.seed = args.block_size, args.seed
+        path = Path(args.data) if args.data else None
+        if path and (path / "train.bin").is_file():
+            path = path / "train.bin"
+        try:
+            if path and path.suffix == ".bin":
+                self.tokenizer, self.vocab_size = Tokenizer("ids"), args.vocab_size or 50257
+                self.train, self.val = read_ids(path, self.block_size)
+            else:
+                self.tokenizer, self.vocab_size = Tokenizer("bytes"), args.vocab_size or 256
+                if not path or path.is_dir():
+                    path = join_texts(path, Path(args.out) / "text.txt")
+                self.train, self.val = split(read_array(path, np.uint8), path, self.block_size)
+        except OSError as error:
+            raise UserError(f"data={error.filename or path} can't be read: {error.strerror or error}") from None
+        for ids in (self.train, self.val):
+            if len(ids) and (top := largest(ids)) >= self.vocab_size:
+                raise UserError(f"data={path} has the id {top}, but vocab_size={self.vocab_size}")
+
+    def batch(self, step, batch_size):
+        """Inputs and targets of one step, (B, T) int64 each: windows at random places, a function of (seed, step)
+        alone. Every start from 0 to n - T - 1 is as likely, so the last token is a target too."""
+        rng = np.random.default_rng(derive(self.seed, "batch", step))
+        return self.windows(self.train, rng.integers(0, len(self.train) - self.block_size, size=batch_size))
+
+    def windows(self, ids, starts):
+        """The T tokens from each start, and the same shifted by one: (B, T), (B, T) int64."""
+        rows = np.stack([ids[i:i + self.block_size + 1] for i in starts]).astype(np.int64)         # (B, T + 1)
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+    def validation(self, batches, batch_size):
+        """At most `batches` batches, spread evenly over the validation tokens, the same ones at every call."""
+        places = len(self.val) - self.block_size
+        count = min(batches * batch_size, 1 + (places - 1) // self.block_size)
+        if count > batch_size:
+            count -= count % batch_size                                      # full batches: one shape to compile
+        starts = np.linspace(0, places - 1, count).astype(np.int64)
+        for i in range(0, count, batch_size):
+            yield self.windows(self.val, starts[i:i + batch_size])
+
+
+def read_array(path, dtype):
+    """A file as a 1-D array, mapped. Raises UserError if it's empty or not whole."""
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if not path.is_file():
+        raise UserError(f"data={path} is not a regular file")
+    if size == 0:
+        raise UserError(f"data={path} is empty")
+    if size % width:
+        raise UserError(f"data={path} has {size} bytes, not a whole number of {width}-byte tokens")
+    return np.memmap(path, dtype, "r")
+
+
+def read_ids(path, block_size):
+    """nanoGPT's format: `path`, and val.bin beside it if there, else the last tenth. -> train, val"""
+    ids, beside = read_array(path, np.uint16), path.with_name("val.bin")
+    if path.name == "val.bin" or not beside.is_file():
+        return split(ids, path, block_size)
+    val = read_array(beside, np.uint16)
+    return need(ids, path, block_size), val if len(val) > block_size else val[:0]
+
+
+def split(ids, path, block_size):
+    """-> the first nine tenths and the last tenth; a tenth that can't hold one window is trained on instead."""
+    n = len(ids) - len(ids) // 10
+    if len(ids) - n <= block_size:
+        n = len(ids)
+    return need(ids[:n], path, block_size), ids[n:]
+
+
+def need(ids, path, block_size):
+    """ids, if one window fits in them: block_size inputs and one more token as the last target."""
+    if len(ids) < block_size + 1:
+        raise UserError(f"data={path} has {len(ids)} tokens, but block_size={block_size} needs {block_size + 1}")
+    return ids
+
+
+def largest(ids):
+    """The largest id, read 16 million at a time."""
+    step = 2 ** 24
+    return max(int(ids[i:i + step].max()) for i in range(0, len(ids), step))
+
+
+def join_texts(folder, path):
+    """Writes the text files of a folder (None: the Python library's sources) one after the other to `path`.
+
+    In an order shuffled by their names, so that the last tenth, the validation split, is like the rest. Left out:
+    hidden files and what has a zero byte in its first 4 KiB; of the library, its tests and installed packages."""
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
+    skip = set() if folder else {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [f for f in root.rglob("*" if folder else "*.py") if f.is_file() and f.resolve() != path.resolve()
+             and not any(part in skip or part.startswith(".") for part in f.relative_to(root).parts)]
+    files.sort(key=lambda f: hashlib.sha256(f.relative_to(root).as_posix().encode()).digest())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_name(path.name + ".part")
+    with open(partial_path, "wb") as out:
+        for file in files:
+            with open(file, "rb") as text:
+                if b"\0" not in text.read(4096):
+                    text.seek(0)
+                    shutil.copyfileobj(text, out)
+    if partial_path.stat().st_size == 0:
+        raise UserError(f"data={root} holds no text files")
+    os.replace(partial_path, path)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The optimizer: masters in float32, a model in whatever it computes in
+
+class Master:
+    """AdamW on ONE flat vector that holds every parameter in float32 (float64 for a float64 model).
+
+    bfloat16 keeps 8 bits of a number: a weight of 1 can't move by less than 1/256, and most of Adam's steps are
+    smaller. So the model computes with low-precision copies, and steps are taken on masters (Micikevicius 2017):
+
+        master (float32) --cast--> weights (dtype) --forward, backward--> gradients (dtype) --add--> grad (float32)
+
+    All three vectors are flat and the model's parameters are views of `weights`, so a step is a few kernels over
+    long vectors instead of a few for each parameter. Matrices come first: weight decay is for a prefix. In float32
+    `weights` IS `master` and nothing is copied.
+
+    float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
+    divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double
+    it. In the other dtypes the scale stays 1.
+    """
+
+    def __init__(self, model, dtype, args):
+        self.params = dict(sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2))     # matrices first
+        wide = torch.promote_types(dtype, torch.float32)
+        self.master = torch.cat([p.detach().flatten().to(wide) for p in self.params.values()])
+        self.weights = self.master.to(dtype)                                 # the same tensor if the dtype is the same
+        self.grad = torch.zeros_like(self.master)
+        for name, view in self.views(self.weights).items():
+            self.params[name].data = view
+        matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
+        groups = []
+        for cut, decay in ((slice(0, matrices), args.weight_decay), (slice(matrices, None), 0.0)):
+            part = self.master[cut]
+            part.grad = self.grad[cut]
+            groups.append({"params": [part], "weight_decay": decay})
+        self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
+                                       fused=self.master.device.type in ("cuda", "cpu"))
+        self.clip = args.grad_clip
+        self.scale, self.good_steps = (2.0 ** 16 if dtype == torch.float16 else 1.0), 0
+
+    def views(self, flat):
+        """A flat vector cut into {name: tensor of that parameter's shape}."""
+        pieces = flat.split([p.numel() for p in self.params.values()])
+        return {name: piece.view(p.shape) for (name, p), piece in zip(self.params.items(), pieces)}
+
+    def accumulate(self):
+        """Adds the parameters' gradients to the flat float32 one and drops them. A parameter that had no part in
+        the loss has a gradient of zero."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
+        self.grad += torch.cat([g.flatten() for g in grads])
+        for p in self.params.values():
+            p.grad = None
+
+    def step(self, lr):
+        """One AdamW step with the accumulated gradient, clipped to norm `clip`. Returns the norm before clipping, a
+        scalar on the device: nothing here waits for the GPU but float16's look at overflow."""
+        if self.scale != 1:
+            self.grad /= self.scale
+        norm = torch.linalg.vector_norm(self.grad)
+        if self.update_scale(norm):
+            if self.clip > 0:
+                self.grad *= (self.clip / norm).clamp(max=1.0)
+            for group in self.adamw.param_groups:
+                group["lr"] = lr
+            self.adamw.step()
+            if self.weights is not self.master:
+                self.weights.copy_(self.master)
+        self.grad.zero_()
+        return norm
+
+    def update_scale(self, norm):
+        """float16's loss scaler: True if the step is to be taken."""
+        if self.weights.dtype != torch.float16:
+            return True
+        good = bool(norm.isfinite())
+        self.good_steps = self.good_steps + 1 if good else 0
+        if not good:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps % 2000 == 0:
+            self.scale *= 2
+        return good
+
+    def state(self):
+        """What a checkpoint keeps, on the CPU: {name: float32 tensor of full shape} for masters and both moments."""
+        moments, updates = {}, 0
+        for group in self.adamw.param_groups:
+            for key, value in self.adamw.state.get(group["params"][0], {}).items():
+                if key == "step":
+                    updates = int(value)
+                else:
+                    moments.setdefault(key, []).append(value.cpu())
+        return {"model": self.views(self.master.cpu()), "updates": updates,
+                "moments": {key: self.views(torch.cat(parts)) for key, parts in moments.items()},
+                "scaler": {"scale": self.scale, "good_steps": self.good_steps}}
+
+    @torch.no_grad()
+    def load(self, state):
+        """Takes up what `state` gave."""
+        for name, view in self.views(self.master).items():
+            view.copy_(state["model"][name])
+        self.weights.copy_(self.master)
+        self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
+        if not state["updates"]:
+            return
+        flat = {key: torch.cat([named[name].flatten() for name in self.params]) for key, named in state["moments"].items()}
+        saved, start = self.adamw.state_dict(), 0
+        for i, group in enumerate(self.adamw.param_groups):
+            end = start + group["params"][0].numel()
+            saved["state"][i] = {"step": torch.tensor(float(state["updates"])),
+                                 **{key: vector[start:end].clone() for key, vector in flat.items()}}
+            start = end
+        self.adamw.load_state_dict(saved)
+
+
+def learning_rate(step, args):
+    """Of step 0, 1, ...: linear up to lr over warmup_steps, then a cosine down to min_lr at decay_steps."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / (args.warmup_steps + 1)
+    end = args.max_steps if args.decay_steps is None else args.decay_steps
+    done = min(1.0, (step - args.warmup_steps) / max(1, end - args.warmup_steps))
+    return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Files that survive: a checkpoint is replaced whole or not at all, the log never runs ahead of it
+
+def save(path, args, config, tokenizer, master, step, run):
+    """Writes a checkpoint beside `path`, makes sure that it is on the disk, then renames it. OSError if it can't be
+    written, the old one untouched. `run` is a number shared by all files of one run."""
+    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": vars(args), "tokenizer": tokenizer.kind,
+            "step": step, "run": run, **master.state()}
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(ckpt, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:      # torch's writer turns a full disk into a RuntimeError
+        part.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be saved: {str(error).splitlines()[0]}") from None
+
+
+class Log:
+    """One JSON object a line, the configuration first. A resumed run drops the lines of steps after its checkpoint,
+    which it takes again."""
+
+    def __init__(self, path, header, step):
+        kept = []
+        if step and path.is_file():
+            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]    # whole ones
+            kept = [line for line in lines if line.get("step", 0) <= step]
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept or [header]))
+        os.replace(part, path)
+        self.file = open(path, "a", buffering=1)
+
+    def write(self, record):
+        """Appends one line. A full disk costs the line, not the run: checkpoints say whether anything is wrong."""
+        try:
+            self.file.write(json.dumps(record) + "\n")
+        except OSError:
+            pass
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The loop
+
+# Dense bfloat16 peak in FLOP/s by the vendors' data sheets: the base of MFU. The first name that fits counts.
+PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12,
+        "A100": 312e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "L40S": 362e12, "L40": 181e12,
+        "L4": 121e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 4080": 97e12, "RTX 3090": 71e12, "MI300X": 1307e12}
+
+
+def peak_flops(device):
+    """FLOP/s of the card, or None where it isn't known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for card, peak in PEAK.items() if card in name), None)
+
+
+class Diverged(Exception):
+    """The loss or the gradient is no longer a number."""
+
+
+class Interrupt:
+    """SIGINT and SIGTERM ask for a clean end: `number` is then set. Another, over a second later, ends at once."""
+
+    def __init__(self):
+        self.number, self.at = None, 0.0
+        self.old = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(self, number, frame):
+        if self.number is None:
+            self.number, self.at = number, time.monotonic()
+        elif time.monotonic() - self.at > 1:      # within the second: a launcher passing on the terminal's own Ctrl-C
+            os._exit(128 + number)
+
+    def restore(self):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+
+class Progress:
+    """The bar and the log, one step behind the device: a record is written when the next one comes. Its numbers are
+    ready by then, so reading them doesn't leave the device idle."""
+
+    def __init__(self, name, args, log, start, flops, peak, scaled):
+        self.bar = tqdm(desc=name, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True)
+        self.log, self.tokens, self.flops = log, args.batch_size * args.block_size, flops
+        self.peak, self.scaled = peak, scaled      # scaled: float16, whose overflowing steps are skipped
+        self.record, self.done, self.clock, self.seconds, self.last = None, None, time.perf_counter(), 0.0, {}
+
+    def push(self, record):
+        """record: step, lr, and loss and grad_norm as scalars on the device."""
+        now = time.perf_counter()
+        self.flush()
+        self.record, self.done = record, now if record["loss"].device.type == "cpu" else None
+
+    def read(self):
+        """Waits for the pending record's numbers and takes the time. Raises Diverged if they aren't numbers."""
+        record = self.record
+        loss, norm = torch.stack([record["loss"], record["grad_norm"]]).tolist()
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaled):
+            raise Diverged(f"the loss is {loss} and the gradient's norm {norm} at step {record['step']}")
+        done = self.done or time.perf_counter()      # a CPU had finished when the record came; a GPU has now
+        seconds, self.clock = done - self.clock, done
+        self.seconds += seconds
+        record.update(loss=loss, grad_norm=norm if math.isfinite(norm) else None,
+                      tokens_per_s=round(self.tokens / seconds, 1),
+                      mfu=round(self.tokens * self.flops / seconds / self.peak, 4) if self.peak else None)
+
+    def flush(self, validate=None):
+        """Writes what is pending, with the value of validate() as its val_loss, whose time isn't counted."""
+        if self.record is None:
+            return
+        self.read()
+        record, self.record = self.record, None
+        if validate and (value := validate()) is not None:
+            record["val_loss"] = value
+        self.log.write(record)
+        self.last = {**self.last, **record}
+        mfu = f"{record['mfu']:.1%}" if self.peak else "n/a"
+        val = f", val {self.last['val_loss']:.3f}" if "val_loss" in self.last else ""
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}{val}, {record['tokens_per_s']:,.0f} tokens/s, MFU {mfu}",
+                                 refresh=False)
+        self.bar.update(1)
+        if validate:
+            self.clock = time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(model, data, args, device, stop):
+    """Mean loss over the validation batches; None if there are none, or if the run is being stopped."""
+    model.eval()
+    losses, weights = [], []
+    for idx, targets in data.validation(args.eval_batches, args.batch_size):
+        for part, part_targets in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
+            if not stop.number:
+                losses.append(model.loss(part.to(device), part_targets.to(device)))
+                weights.append(part.numel())
+    model.train()
+    return float(np.average(torch.stack(losses).cpu(), weights=weights)) if losses and not stop.number else None
+
+
+def backward(model, master, idx, targets, args):
+    """Gradients of one global batch, idx and targets (B, T), a micro-batch at a time. Returns the batch's mean loss.
+
+    Each micro-batch's summed loss is divided by the number of targets in the WHOLE batch. So the parts add up to the
+    mean and to its gradient, however many targets each of them holds."""
+    total = (targets >= 0).sum().clamp(min=1)
+    loss = 0.0
+    for part, part_targets in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
+        part_loss = model.loss(part, part_targets, total)
+        (part_loss * master.scale).backward()
+        master.accumulate()
+        loss = loss + part_loss.detach()
+    return loss
+
+
+def config_from(args, data):
+    """-> GPTConfig"""
+    return GPTConfig(data.vocab_size, *(getattr(args, field) for field in ARCHITECTURE[1:]))
+
+
+def build(name, args, config, ckpt, device):
+    """-> the model on its device and the Master that trains it, from `ckpt`, from --init_from or from the seed."""
+    model = GPT(config, seed=args.seed, attention=args.attention)
+    if args.init_from and not ckpt and name == "ckpt":
+        model.load_state_dict(load_checkpoint(args.init_from)["model"])
+    model.to(device)
+    master = Master(model, pick_dtype(args.dtype, device), args)
+    if ckpt:
+        master.load(ckpt)
+    if compiles(args, device):
+        model.compile_blocks()
+    return model, master
+
+
+def fit(name, args, data, ckpt, run, stop):
+    """Trains one model, from `ckpt` if there is one, and saves it as out/NAME.pt. Returns the model and its Progress.
+
+    After a signal it saves and returns early. Raises UserError, Diverged, and OSError if the end can't be saved."""
+    device, config = pick_device(args.device), config_from(args, data)
+    model, master = build(name, args, config, ckpt, device)
+    path, step = Path(args.out) / f"{name}.pt", ckpt["step"] if ckpt else 0
+    log = Log(path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl"),
+              {"config": asdict(config), "options": vars(args), "parameters": model.num_params()}, step)
+    progress = Progress("target" if name == "ckpt" else name, args, log, step, flops_per_token(config), peak_flops(device), master.scale != 1)
+    validate = partial(evaluate, model, data, args, device, stop)
+    store = partial(save, path, args, config, data.tokenizer, master, run=run)
+    saved = step if ckpt else None
+    with progress.bar:
+        idx, targets = (x.to(device) for x in data.batch(step, args.batch_size))
+        while step < args.max_steps and not stop.number:
+            torch.manual_seed(derive(args.seed, "dropout", step))
+            lr = learning_rate(step, args)
+            loss = backward(model, master, idx, targets, args)
+            norm = master.step(lr)
+            step += 1
+            progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
+            idx, targets = (x.to(device) for x in data.batch(step, args.batch_size))      # while the device works
+            if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+                progress.flush(validate)
+            if step < args.max_steps and args.save_every and step % args.save_every == 0:
+                progress.flush()
+                try:
+                    store(step=step)
+                    saved = step
+                except OSError as error:      # training goes on: there may be room again before the end
+                    progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
+        progress.flush()
+    if saved != step:
+        store(step=step)
+    return model, progress
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The program
+
+def compiles(args, device):
+    """Whether to use torch.compile: as asked, else on CUDA where Triton, which it needs there, is installed."""
+    if args.compile is not None:
+        return args.compile
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def announce(args, data):
+    """One line on what runs where, and why not on something faster."""
+    device = pick_device(args.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    why = "" if device.type == "cuda" or torch.cuda.is_available() else " (no CUDA GPU here)"
+    print(f"preset {args.preset} on {where}{why}: {str(pick_dtype(args.dtype, device)).split('.')[1]}, attention "
+          f"{args.attention}, {'compiled' if compiles(args, device) else 'not compiled'}; {len(data.train):,} training and "
+          f"{len(data.val):,} validation tokens, {args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
+
+
+def draft_options(args):
+    """The options of the draft model: the target's, with the preset's smaller shape and shorter schedule."""
+    if args.preset not in DRAFTS:
+        raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
+    changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None)
+    share = changes.pop("share")
+    changes.update(max_steps=math.ceil(args.max_steps * share), warmup_steps=math.ceil(args.warmup_steps * share))
+    return argparse.Namespace(**{**vars(args), **changes})
+
+
+def summary(name, model, progress, args):
+    """One line on a finished model."""
+    last = progress.last
+    numbers = f"loss {last['loss']:.4f}" if last else "nothing left to train"
+    if "val_loss" in last:
+        numbers += f", val {last['val_loss']:.4f} (perplexity {math.exp(last['val_loss']):.2f})"
+    return (f"{Path(args.out) / name}.pt: {model.num_params():,} parameters, {args.max_steps} steps, "
+            f"{progress.seconds:.1f} s of training; {numbers}")
+
+
+def sample_text(model, tokenizer, args, stop, n=200):
+    """A text the model writes from nothing, n tokens long."""
+    device = next(model.parameters()).device
+    start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=device)
+    generator = torch.Generator(device).manual_seed(derive(args.seed, "sample"))
+    ids = []
+    with torch.compiler.set_stance("force_eager"):      # each length would be compiled anew
+        for token in model.stream(start, n, 0.8, generator=generator):
+            ids.append(token.item())
+            if stop.number:
+                break
+    return tokenizer.decoder()(ids, final=True)
+
+
+def run(argv):
+    """Trains the target, then its draft. Returns the exit code."""
+    args, ckpt = parse(argv)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={args.out} can't be made a folder: {error.strerror}") from None
+    data = Data(args)
+    args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
+    draft = draft_options(args) if args.draft else None
+    for options in filter(None, (args, draft)):
+        config_from(options, data)      # says what doesn't fit before anything starts
+    announce(args, data)
+    number = ckpt["run"] if ckpt else time.time_ns()
+    stop = Interrupt()
+    try:
+        lines = []
+        model, progress = fit("ckpt", args, data, ckpt, number, stop)
+        lines.append(summary("ckpt", model, progress, args))
+        if draft and not stop.number:
+            path = Path(args.out) / "draft.pt"
+            old = load_checkpoint(path) if ckpt and path.is_file() else None
+            small, progress = fit("draft", draft, data, old if old and old["run"] == number else None, number, stop)
+            lines.append(summary("draft", small, progress, draft))
+        text = "" if stop.number else sample_text(model, data.tokenizer, args, stop)
+    finally:
+        stop.restore()
+    if stop.number:
+        print(f"train.py: stopped and saved; go on with: python train.py --resume --out={args.out}", file=sys.stderr)
+        return 128 + stop.number
+    print("\n".join(lines) + f"\na sample:\n{text}\nmore: python sample.py --ckpt={Path(args.out) / 'ckpt.pt'}")
+    return 0
+
+
+def main(argv=None):
+    """The program. What goes wrong is said in one sentence: 2 for what the user can mend, 1 for what broke on the way,
+    128 + n after signal n."""
+    code = 1
+    try:
+        return run(argv)
+    except UserError as error:
+        message, code = error, 2
+    except torch.OutOfMemoryError:
+        message, code = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2
+    except Diverged as error:
+        message = f"{error}; the last checkpoint is from before it, a lower --lr may help"
+    except OSError as error:
+        message = error
+    except KeyboardInterrupt:
+        message, code = "stopped before the first step", 130
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train.py: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
