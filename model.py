@@ -281,7 +281,7 @@ class GPT(nn.Module):
                 std /= math.sqrt(2 * self.config.n_layer)
             rows = self.config.vocab_size if name == "wte.weight" else p.size(0)
             p.zero_()                                                        # the padded rows stay zero
-            p[:rows].normal_(0.0, std, generator=torch.Generator().manual_seed(derive(seed, name)))
+            p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
 
     def causal(self, layer, q, k, v):
         """The default `attend`: causal attention among the tokens at hand, in every layer alike."""

@@ -316,14 +316,17 @@ class Master:
         self.grad = torch.zeros_like(self.master)
         for name, view in self.views(self.weights).items():
             self.params[name].data = view
+        self.moments = {key: torch.zeros_like(self.master) for key in ("exp_avg", "exp_avg_sq")}
         matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
-        groups = []
-        for cut, decay in ((slice(0, matrices), args.weight_decay), (slice(matrices, None), 0.0)):
-            part = self.master[cut]
-            part.grad = self.grad[cut]
-            groups.append({"params": [part], "weight_decay": decay})
-        self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
+        cuts, decays = (slice(0, matrices), slice(matrices, None)), (args.weight_decay, 0.0)
+        parts = [self.master[cut] for cut in cuts]
+        self.adamw = torch.optim.AdamW([{"params": [part], "weight_decay": decay} for part, decay in zip(parts, decays)],
+                                       lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
                                        fused=self.master.device.type in ("cuda", "cpu"))
+        for cut, part in zip(cuts, parts):
+            part.grad = self.grad[cut]
+            moments = {key: moment[cut] for key, moment in self.moments.items()}
+            self.adamw.state[part] = {"step": torch.zeros((), device=part.device), **moments}
         self.clip = args.grad_clip
         self.scale, self.good_steps = (2.0 ** 16 if dtype == torch.float16 else 1.0), 0
 
@@ -371,34 +374,21 @@ class Master:
 
     def state(self):
         """What a checkpoint keeps, on the CPU: {name: float32 tensor of full shape} for masters and both moments."""
-        moments, updates = {}, 0
-        for group in self.adamw.param_groups:
-            for key, value in self.adamw.state.get(group["params"][0], {}).items():
-                if key == "step":
-                    updates = int(value)
-                else:
-                    moments.setdefault(key, []).append(value.cpu())
-        return {"model": self.views(self.master.cpu()), "updates": updates,
-                "moments": {key: self.views(torch.cat(parts)) for key, parts in moments.items()},
+        updates = next(iter(self.adamw.state.values()))["step"]
+        return {"model": self.views(self.master.cpu()), "updates": int(updates),
+                "moments": {key: self.views(moment.cpu()) for key, moment in self.moments.items()},
                 "scaler": {"scale": self.scale, "good_steps": self.good_steps}}
 
     @torch.no_grad()
     def load(self, state):
         """Takes up what `state` gave."""
-        for name, view in self.views(self.master).items():
-            view.copy_(state["model"][name])
+        for flat, named in ((self.master, state["model"]), *((m, state["moments"][k]) for k, m in self.moments.items())):
+            for name, view in self.views(flat).items():
+                view.copy_(named[name])
+        for group in self.adamw.state.values():
+            group["step"].fill_(state["updates"])
         self.weights.copy_(self.master)
         self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
-        if not state["updates"]:
-            return
-        flat = {key: torch.cat([named[name].flatten() for name in self.params]) for key, named in state["moments"].items()}
-        saved, start = self.adamw.state_dict(), 0
-        for i, group in enumerate(self.adamw.param_groups):
-            end = start + group["params"][0].numel()
-            saved["state"][i] = {"step": torch.tensor(float(state["updates"])),
-                                 **{key: vector[start:end].clone() for key, vector in flat.items()}}
-            start = end
-        self.adamw.load_state_dict(saved)
 
 
 def learning_rate(step, args):
@@ -534,7 +524,11 @@ class Progress:
                                  refresh=False)
         self.bar.update(1)
         if validate:
-            self.clock = time.perf_counter()
+            self.restart()
+
+    def restart(self):
+        """After work that isn't training."""
+        self.clock = time.perf_counter()
 
 
 @torch.no_grad()
@@ -617,6 +611,7 @@ def fit(name, args, data, ckpt, run, stop):
                     saved = step
                 except OSError as error:      # training goes on: there may be room again before the end
                     progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
+                progress.restart()
         progress.flush()
     if saved != step:
         store(step=step)
@@ -659,6 +654,8 @@ def summary(name, model, progress, args):
     numbers = f"loss {last['loss']:.4f}" if last else "nothing left to train"
     if "val_loss" in last:
         numbers += f", val {last['val_loss']:.4f} (perplexity {math.exp(last['val_loss']):.2f})"
+    if torch.cuda.is_available():
+        numbers += f", {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB at the peak"
     return (f"{Path(args.out) / name}.pt: {model.num_params():,} parameters, {args.max_steps} steps, "
             f"{progress.seconds:.1f} s of training; {numbers}")
 

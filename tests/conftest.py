@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"      # the same tests run on both
+
 
 @pytest.fixture(autouse=True)
 def seed():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import DEVICE
 
 from model import (ATTENTION, GPT, GPTConfig, LinearCrossEntropy, UserError, derive, distribution, flops_per_token,
                    naive_attention, torch_attention)
@@ -14,23 +15,23 @@ SMALL = dict(vocab_size=65, block_size=12, n_layer=3, n_head=3, n_embd=24)
 
 def make(seed=0, **changes):
     """A small float64 model whose weights are large enough to matter."""
-    model = GPT(GPTConfig(**{**SMALL, **changes}), seed=seed).double()
+    model = GPT(GPTConfig(**{**SMALL, **changes}), seed=seed).double().to(DEVICE)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p[:65].add_(torch.randn(p[:65].shape, dtype=p.dtype), alpha=0.2)
+            p[:65].add_(torch.randn_like(p[:65]), alpha=0.2)
     return model
 
 
 def batch(B=5, T=7, V=65):
-    return torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
+    return torch.randint(0, V, (B, T), device=DEVICE), torch.randint(0, V, (B, T), device=DEVICE)
 
 
 # ---- attention --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("Tq,Tk", [(1, 1), (7, 7), (1, 9), (3, 8), (8, 9), (33, 33), (17, 65)])
 def test_attention_follows_its_definition(Tq, Tk):
-    q, k, v = (torch.randn(2, 3, T, 5, dtype=torch.float64, requires_grad=True) for T in (Tq, Tk, Tk))
-    want = torch.zeros(2, 3, Tq, 5, dtype=torch.float64)
+    q, k, v = (torch.randn(2, 3, T, 5, dtype=torch.float64, device=DEVICE, requires_grad=True) for T in (Tq, Tk, Tk))
+    want = torch.zeros(2, 3, Tq, 5, dtype=torch.float64, device=DEVICE)
     for i in range(Tq):
         seen = Tk - Tq + i + 1                                     # bottom-right: the last query sees every key
         weights = (q[:, :, i:i + 1] @ k[:, :, :seen].transpose(-2, -1) / math.sqrt(5)).softmax(-1)
@@ -45,8 +46,8 @@ def test_attention_follows_its_definition(Tq, Tk):
 
 
 def test_attention_dropout_keeps_the_mean_and_is_off_in_evaluation():
-    q = k = torch.zeros(1, 1, 4, 2)
-    v = torch.ones(1, 1, 4, 2)
+    q = k = torch.zeros(1, 1, 4, 2, device=DEVICE)
+    v = torch.ones(1, 1, 4, 2, device=DEVICE)
     for attention in (naive_attention, torch_attention):
         mean = torch.stack([attention(q, k, v, 0.5) for _ in range(4000)]).mean(0)
         assert (mean - 1).abs().max() < 0.1
@@ -117,7 +118,7 @@ def test_attend_is_the_seam():
         cache[layer] = torch.cat([old[0], k], 2), torch.cat([old[1], v], 2)
         return naive_attention(q, *cache[layer])
 
-    steps = [model(idx[:, t:t + 1], torch.tensor([t]), attend) for t in range(9)]
+    steps = [model(idx[:, t:t + 1], torch.tensor([t], device=DEVICE), attend) for t in range(9)]
     assert (torch.cat(steps, 1) - model(idx)).abs().max() < 1e-12
     assert layers == [0, 1, 2] * 9
 
@@ -125,7 +126,7 @@ def test_attend_is_the_seam():
 def test_positions_may_differ_by_sequence():
     model = make()
     idx, _ = batch(B=2, T=4)
-    pos = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])
+    pos = torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]], device=DEVICE)
     both = model(idx, pos)
     for b in range(2):
         assert (both[b] - model(idx[b:b + 1], pos[b])[0]).abs().max() < 1e-12
@@ -133,10 +134,10 @@ def test_positions_may_differ_by_sequence():
 
 @pytest.mark.parametrize("cuts", [[0, 3], [0, 1, 3], [0, 1, 2, 3]])
 def test_stages_make_the_whole_model(cuts):
-    whole = GPT(GPTConfig(**SMALL), seed=7).double()
+    whole = GPT(GPTConfig(**SMALL), seed=7).double().to(DEVICE)
     idx, targets = batch()
     x = idx
-    stages = [GPT(GPTConfig(**SMALL), range(a, b), seed=7).double() for a, b in zip(cuts, cuts[1:])]
+    stages = [GPT(GPTConfig(**SMALL), range(a, b), seed=7).double().to(DEVICE) for a, b in zip(cuts, cuts[1:])]
     for stage in stages[:-1]:
         x = stage(x)
     assert torch.equal(stages[-1](x), whole(idx))
@@ -178,11 +179,11 @@ def test_parts_with_unequal_targets_add_up():
 
 
 def test_low_precision_loss_is_near():
-    model = GPT(GPTConfig(**SMALL))
+    model = GPT(GPTConfig(**SMALL)).to(DEVICE)
     idx, targets = batch(B=9)
     want = model.loss(idx, targets)
     for dtype in (torch.bfloat16, torch.float16):
-        loss = GPT(GPTConfig(**SMALL)).to(dtype).loss(idx, targets)
+        loss = GPT(GPTConfig(**SMALL)).to(DEVICE, dtype).loss(idx, targets)
         assert loss.dtype == torch.float32 and abs(loss - want) < 0.02
 
 
@@ -242,7 +243,7 @@ def greedy(model, tokens, n):
     for _ in range(n):
         if len(context) > model.config.block_size:
             context = context[-max(1, model.config.block_size // 2):]
-        token = reference(model, torch.tensor([context]))[0, -1].argmax().item()
+        token = reference(model, torch.tensor([context], device=DEVICE))[0, -1].argmax().item()
         tokens.append(token)
         context.append(token)
     return tokens
@@ -252,7 +253,7 @@ def greedy(model, tokens, n):
 def test_generation_past_block_size(block_size):
     model = make(block_size=block_size)
     for T in sorted({1, max(1, block_size - 2), block_size, 2 * block_size + 1}):
-        prompt = torch.randint(0, 65, (1, T))
+        prompt = torch.randint(0, 65, (1, T), device=DEVICE)
         out = model.generate(prompt, 20, temperature=0)
         assert out[0].tolist() == greedy(model, prompt[0].tolist(), 20)
         assert torch.equal(out, model.generate(prompt, 20, temperature=0))
@@ -262,7 +263,7 @@ def test_generation_past_block_size(block_size):
 def test_generation_is_seeded_and_restores_training():
     model = make(dropout=0.3).train()
     idx, _ = batch()
-    draw = [model.generate(idx, 15, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    draw = [model.generate(idx, 15, generator=torch.Generator(DEVICE).manual_seed(s)) for s in (1, 1, 2)]
     assert torch.equal(draw[0], draw[1]) and not torch.equal(draw[0], draw[2])
     assert draw[0].shape == (5, 22) and torch.equal(draw[0][:, :7], idx) and model.training
     assert model.generate(idx, 0).shape == (5, 7)
@@ -289,10 +290,10 @@ def brute_force(logits, temperature, top_k, top_p):
 @pytest.mark.parametrize("top_k", [None, 1, 3, 11, 10_000])
 @pytest.mark.parametrize("top_p", [None, 0.01, 0.6, 0.97, 1.0])
 def test_distribution(temperature, top_k, top_p):
-    logits = torch.randn(4, 3, 11)
+    logits = torch.randn(4, 3, 11, device=DEVICE)
     probs = distribution(logits, temperature, top_k, top_p)
     for row, got in zip(logits.view(-1, 11), probs.view(-1, 11)):
-        want = torch.tensor(brute_force(row.tolist(), temperature, top_k, top_p))
+        want = torch.tensor(brute_force(row.tolist(), temperature, top_k, top_p), device=DEVICE)
         assert (got - want).abs().max() < 1e-5
 
 
@@ -320,4 +321,4 @@ def test_config_errors_name_the_numbers(changes, words):
 
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="T=13.*block_size=12"):
-        make()(torch.zeros(1, 13, dtype=torch.int64))
+        make()(torch.zeros(1, 13, dtype=torch.int64, device=DEVICE))

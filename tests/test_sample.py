@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import DEVICE
 
 import sample
 import train
 from model import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--preset=cpu", "--no-draft", "--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
-        "--batch_size=4", "--max_steps=2", "--vocab_size=256"]
+TINY = ["--preset=cpu", "--no-draft", "--no-compile", f"--device={DEVICE}", "--n_layer=2", "--n_head=2", "--n_embd=16",
+        "--block_size=8", "--batch_size=4", "--max_steps=2", "--vocab_size=256"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def ids_ckpt(tmp_path_factory):
 
 def write(capsys, ckpt, *options):
     capsys.readouterr()
-    code = sample.main([f"--ckpt={ckpt}", "--device=cpu", "--max_new_tokens=30", *options])
+    code = sample.main([f"--ckpt={ckpt}", f"--device={DEVICE}", "--dtype=float32", "--max_new_tokens=30", *options])
     out, err = capsys.readouterr()
     assert code == 0 and "tokens/s" in err and err.count("\n") == 1
     return out
@@ -46,7 +47,7 @@ def write(capsys, ckpt, *options):
 def refused(capsys, *options):
     capsys.readouterr()
     try:
-        code = sample.main(["--device=cpu", *options])
+        code = sample.main([f"--device={DEVICE}", *options])
     except SystemExit as error:
         code = error.code
     out, err = capsys.readouterr()
@@ -55,8 +56,8 @@ def refused(capsys, *options):
 
 
 def test_text_is_the_models_and_nothing_else(ckpt, capsys):
-    model, tokenizer = sample.load_model(ckpt, torch.device("cpu"), torch.float32)
-    prompt = torch.tensor([list(b"ab")])
+    model, tokenizer = sample.load_model(ckpt, torch.device(DEVICE), torch.float32)
+    prompt = torch.tensor([list(b"ab")], device=DEVICE)
     want = model.generate(prompt, 30, temperature=0)[0].tolist()
     assert write(capsys, ckpt, "--prompt=ab", "--temperature=0") == bytes(want).decode("utf-8", "replace") + "\n"
 

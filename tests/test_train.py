@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import DEVICE
 
 import train
 from model import GPT, GPTConfig, load_checkpoint
 from train import Data, Master, backward, learning_rate
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--preset=cpu", "--no-draft", "--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=8",
-        "--batch_size=4", "--eval_batches=2"]
+TINY = ["--preset=cpu", "--no-draft", "--no-compile", f"--device={DEVICE}", "--dtype=float32", "--n_layer=2", "--n_head=2",
+        "--n_embd=16", "--block_size=8", "--batch_size=4", "--eval_batches=2"]
 
 
 @pytest.fixture(scope="session")
@@ -127,13 +128,14 @@ ARGS = dict(lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, mic
 
 def setup(dtype, seed=0, **changes):
     model = GPT(GPTConfig(vocab_size=65, block_size=8, n_layer=2, n_head=3, n_embd=18), seed=seed)
+    model.to(DEVICE)
     args = Namespace(**{**ARGS, **changes})
     return model, Master(model, dtype, args), args
 
 
 def uneven_batch(B=8):
-    idx, targets = torch.randint(0, 65, (B, 8)), torch.randint(0, 65, (B, 8))
-    targets[torch.rand(B, 8) < 0.3] = -1
+    idx, targets = (torch.randint(0, 65, (B, 8), device=DEVICE) for _ in range(2))
+    targets[torch.rand(B, 8, device=DEVICE) < 0.3] = -1
     targets[1] = -1                                                  # a sequence without any target
     targets[0, 0] = 3
     return idx, targets
@@ -156,7 +158,7 @@ def test_accumulation_equals_the_one_big_batch():
 def test_master_equals_adamw_on_each_parameter():
     """Five steps in float64 with clipping and decay, beside torch's optimizer on the parameters one by one."""
     model, master, args = setup(torch.float64)
-    plain = GPT(model.config, seed=0).double()
+    plain = GPT(model.config, seed=0).double().to(DEVICE)
     matrices = [p for p in plain.parameters() if p.dim() > 1]
     others = [p for p in plain.parameters() if p.dim() == 1]
     adamw = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
@@ -270,7 +272,7 @@ def test_checkpoint_is_the_single_device_state(text, tmp_path):
 def test_init_from_takes_weights_and_architecture(text, tmp_path, capsys):
     assert run(text, tmp_path / "a", "--max_steps=3") == 0
     init = f"--init_from={tmp_path / 'a' / 'ckpt.pt'}"
-    arguments = ["--preset=cpu", "--no-draft", "--device=cpu", f"--data={text}", init, "--max_steps=0"]
+    arguments = ["--preset=cpu", "--no-draft", f"--device={DEVICE}", f"--data={text}", init, "--max_steps=0"]
     assert train.main([*arguments, f"--out={tmp_path / 'b'}"]) == 0
     a, b = (load_checkpoint(tmp_path / x / "ckpt.pt") for x in "ab")
     assert b["step"] == 0 and all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
