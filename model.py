@@ -123,20 +123,21 @@ ATTENTION = {"torch": torch_attention, "naive": naive_attention}
 # The loss, without the logits
 
 def softmax_and_grad(logits, targets, vocab_size):
-    """Summed cross-entropy of logits (n, V padded) for targets (n,), and its gradient in the logits' dtype.
+    """Summed cross-entropy of logits (n, V padded) for targets (n,); the logits are replaced by its gradient.
 
-    With p = softmax(z), loss = log(sum exp z) - z[target], so d loss / dz = p - onehot(target). Rows whose target
-    is negative count for nothing. Compiled, this is two passes over the logits and no copy of them in float32.
+    With p = softmax(z), loss = log(sum exp z) - z[target], so d loss / dz = p - onehot(target). Rows whose target is
+    negative count for nothing. Compiled, this is two passes over the logits and no copy of them in float32.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))          # (n, V) bf16 -> float32
-    column = torch.arange(z.size(1), device=z.device)                        # (V,)
-    z = z.masked_fill(column >= vocab_size, float("-inf"))                   # padded ids get no probability
-    lse = z.logsumexp(1, keepdim=True)                                       # (n, 1)
-    valid = targets[:, None] >= 0                                            # (n, 1)
-    target = targets.clamp(min=0)[:, None]                                   # (n, 1)
-    loss = ((lse - z.gather(1, target)) * valid).sum()
-    grad = ((z - lse).exp() - (column == target).to(z.dtype)) * valid        # (n, V)
-    return loss, grad.to(logits.dtype)
+    z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))     # (n, V), without the padding
+    valid, target = targets >= 0, targets.clamp(min=0)[:, None]              # (n,), (n, 1)
+    lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
+    loss = ((lse - z_target) * valid).sum()
+    lse = lse.masked_fill(~valid, float("inf"))                              # exp(z - inf) = 0: no gradient
+    at_target = (z_target - lse).exp() - valid.to(z.dtype)                   # (n,): p - 1, before p is rounded
+    logits[:, :vocab_size] = (z - lse[:, None]).exp()                        # (n, V)
+    logits[:, vocab_size:] = 0
+    logits.scatter_(1, target, at_target[:, None].to(logits.dtype))
+    return loss
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -147,22 +148,23 @@ class LinearCrossEntropy(torch.autograd.Function):
     while the chunk exists; backward only multiplies by the incoming scalar. No product is computed twice.
     """
 
-    chunk_elements = 2 ** 27    # logits alive at once: 0.5 GiB in float32
+    chunk_bytes = 2 ** 30    # of logits alive at once
 
     @staticmethod
     def forward(ctx, x, w, targets, vocab_size, with_grad, softmax_and_grad):
-        rows = max(1, LinearCrossEntropy.chunk_elements // w.size(0))
+        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
+        rows = 2 ** (rows.bit_length() - 1)                                  # down to a power of two: chunks of one size
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = torch.empty_like(x) if with_grad else None                      # (N, C)
         dw = torch.zeros_like(w, dtype=wide) if with_grad else None          # (V, C), summed over chunks in float32
         for i in range(0, x.size(0), rows):
             chunk = x[i:i + rows]                                            # (n, C)
-            chunk_loss, grad = softmax_and_grad(chunk @ w.t(), targets[i:i + rows], vocab_size)    # grad (n, V)
-            loss += chunk_loss
+            logits = chunk @ w.t()                                           # (n, C) @ (C, V) -> (n, V)
+            loss += softmax_and_grad(logits, targets[i:i + rows], vocab_size)
             if with_grad:
-                torch.mm(grad, w, out=dx[i:i + rows])                        # (n, V) @ (V, C) -> (n, C)
-                dw += grad.t() @ chunk                                       # (V, n) @ (n, C) -> (V, C)
+                torch.mm(logits, w, out=dx[i:i + rows])                      # now a gradient: (n, V) @ (V, C) -> (n, C)
+                dw += logits.t() @ chunk                                     # (V, n) @ (n, C) -> (V, C)
         if with_grad:
             ctx.save_for_backward(dx, dw.to(w.dtype))
         return loss

@@ -480,33 +480,50 @@ class Interrupt:
 
 
 class Progress:
-    """The bar and the log, one step behind the device: a record is written when the next one comes. Its numbers are
-    ready by then, so reading them doesn't leave the device idle."""
+    """The bar and the log, one step behind the device. A step's numbers travel to the host while the next step is
+    being launched, and are read after that: to ask for them at once would leave the device idle meanwhile."""
 
-    def __init__(self, name, args, log, start, flops, peak, scaled):
+    def __init__(self, name, args, log, start, flops, peak, device, scaled):
         self.bar = tqdm(desc=name, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True)
         self.log, self.tokens, self.flops = log, args.batch_size * args.block_size, flops
-        self.peak, self.scaled = peak, scaled      # scaled: float16, whose overflowing steps are skipped
-        self.record, self.done, self.clock, self.seconds, self.last = None, None, time.perf_counter(), 0.0, {}
+        self.peak, self.cuda, self.scaled = peak, device.type == "cuda", scaled
+        self.record, self.seconds, self.last = None, 0.0, {}
+        self.restart()
+
+    def restart(self):
+        """Starts the clock, first and after work that isn't training."""
+        self.clock = self.now()
+
+    def now(self):
+        """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def push(self, record):
-        """record: step, lr, and loss and grad_norm as scalars on the device."""
-        now = time.perf_counter()
+        """record: step, lr, and loss and grad_norm as scalars on the device. Writes the one before."""
+        numbers = torch.stack([record.pop("loss"), record.pop("grad_norm")]).to("cpu", non_blocking=self.cuda)
+        end = self.now()
         self.flush()
-        self.record, self.done = record, now if record["loss"].device.type == "cpu" else None
+        self.record, self.numbers, self.end = record, numbers, end
 
     def read(self):
-        """Waits for the pending record's numbers and takes the time. Raises Diverged if they aren't numbers."""
-        record = self.record
-        loss, norm = torch.stack([record["loss"], record["grad_norm"]]).tolist()
-        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaled):
-            raise Diverged(f"the loss is {loss} and the gradient's norm {norm} at step {record['step']}")
-        done = self.done or time.perf_counter()      # a CPU had finished when the record came; a GPU has now
-        seconds, self.clock = done - self.clock, done
+        """Waits for the pending step's numbers and takes the time. Raises Diverged if they aren't numbers."""
+        if self.cuda:
+            self.end.synchronize()
+            seconds = self.clock.elapsed_time(self.end) / 1e3
+        else:
+            seconds = self.end - self.clock
+        self.clock = self.end
         self.seconds += seconds
-        record.update(loss=loss, grad_norm=norm if math.isfinite(norm) else None,
-                      tokens_per_s=round(self.tokens / seconds, 1),
-                      mfu=round(self.tokens * self.flops / seconds / self.peak, 4) if self.peak else None)
+        loss, norm = self.numbers.tolist()
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaled):      # float16 skips such a step
+            raise Diverged(f"the loss is {loss} and the gradient's norm {norm} at step {self.record['step']}")
+        self.record.update(loss=loss, grad_norm=norm if math.isfinite(norm) else None,
+                           tokens_per_s=round(self.tokens / seconds, 1),
+                           mfu=round(self.tokens * self.flops / seconds / self.peak, 4) if self.peak else None)
 
     def flush(self, validate=None):
         """Writes what is pending, with the value of validate() as its val_loss, whose time isn't counted."""
@@ -526,9 +543,12 @@ class Progress:
         if validate:
             self.restart()
 
-    def restart(self):
-        """After work that isn't training."""
-        self.clock = time.perf_counter()
+
+def to_device(tensors, device):
+    """The tensors on `device`; to a GPU from pinned memory, since only then the host needn't wait for the copy."""
+    if device.type == "cuda":
+        return [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+    return [x.to(device) for x in tensors]
 
 
 @torch.no_grad()
@@ -539,7 +559,7 @@ def evaluate(model, data, args, device, stop):
     for idx, targets in data.validation(args.eval_batches, args.batch_size):
         for part, part_targets in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
             if not stop.number:
-                losses.append(model.loss(part.to(device), part_targets.to(device)))
+                losses.append(model.loss(*to_device((part, part_targets), device)))
                 weights.append(part.numel())
     model.train()
     return float(np.average(torch.stack(losses).cpu(), weights=weights)) if losses and not stop.number else None
@@ -588,12 +608,13 @@ def fit(name, args, data, ckpt, run, stop):
     path, step = Path(args.out) / f"{name}.pt", ckpt["step"] if ckpt else 0
     log = Log(path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl"),
               {"config": asdict(config), "options": vars(args), "parameters": model.num_params()}, step)
-    progress = Progress("target" if name == "ckpt" else name, args, log, step, flops_per_token(config), peak_flops(device), master.scale != 1)
+    progress = Progress("target" if name == "ckpt" else name, args, log, step, flops_per_token(config),
+                        peak_flops(device), device, master.scale != 1)
     validate = partial(evaluate, model, data, args, device, stop)
     store = partial(save, path, args, config, data.tokenizer, master, run=run)
     saved = step if ckpt else None
     with progress.bar:
-        idx, targets = (x.to(device) for x in data.batch(step, args.batch_size))
+        idx, targets = to_device(data.batch(step, args.batch_size), device)
         while step < args.max_steps and not stop.number:
             torch.manual_seed(derive(args.seed, "dropout", step))
             lr = learning_rate(step, args)
@@ -601,7 +622,7 @@ def fit(name, args, data, ckpt, run, stop):
             norm = master.step(lr)
             step += 1
             progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
-            idx, targets = (x.to(device) for x in data.batch(step, args.batch_size))      # while the device works
+            idx, targets = to_device(data.batch(step, args.batch_size), device)      # while the device works
             if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
                 progress.flush(validate)
             if step < args.max_steps and args.save_every and step % args.save_every == 0:

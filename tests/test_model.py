@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import DEVICE
 
 from model import (ATTENTION, GPT, GPTConfig, LinearCrossEntropy, UserError, derive, distribution, flops_per_token,
-                   naive_attention, torch_attention)
+                   naive_attention, softmax_and_grad, torch_attention)
 
 SMALL = dict(vocab_size=65, block_size=12, n_layer=3, n_head=3, n_embd=24)
 
@@ -152,7 +152,7 @@ def test_stages_make_the_whole_model(cuts):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 34, 35, 1000])
 def test_loss_and_gradients_equal_cross_entropy(monkeypatch, rows):
-    monkeypatch.setattr(LinearCrossEntropy, "chunk_elements", rows * 128)
+    monkeypatch.setattr(LinearCrossEntropy, "chunk_bytes", rows * 128 * 8)
     model = make()
     idx, targets = batch()
     targets[torch.rand(targets.shape) < 0.3] = -1
@@ -185,6 +185,15 @@ def test_low_precision_loss_is_near():
     for dtype in (torch.bfloat16, torch.float16):
         loss = GPT(GPTConfig(**SMALL)).to(DEVICE, dtype).loss(idx, targets)
         assert loss.dtype == torch.float32 and abs(loss - want) < 0.02
+
+
+def test_a_confident_prediction_keeps_its_small_gradient():
+    """p = 0.9995 is 1 in bfloat16, but p - 1 is not 0."""
+    logits = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    logits[0, 3] = 11.75
+    softmax_and_grad(logits, torch.tensor([3], device=DEVICE), 64)
+    p = 1 / (1 + 63 * math.exp(-11.75))
+    assert abs(logits[0, 3].item() / (p - 1) - 1) < 0.01
 
 
 def test_padded_ids_get_no_probability_and_no_gradient():
