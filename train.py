@@ -43,9 +43,9 @@ from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Token
 GPT2 = dict(block_size=1024, dropout=0.0, bias=True, batch_size=512, max_steps=600_000, lr=6e-4, min_lr=6e-5,
             warmup_steps=2000, weight_decay=0.1, beta2=0.95, eval_every=1000, eval_batches=2, save_every=1000)
 PRESETS = {
-    "cpu": dict(n_layer=4, n_head=4, n_embd=128, block_size=128, dropout=0.0, bias=False, batch_size=8, micro_batch=8,
-                max_steps=2000, lr=4e-3, min_lr=4e-5, warmup_steps=100, weight_decay=0.1, beta2=0.99,
-                eval_every=500, eval_batches=25, save_every=500),
+    "cpu": dict(n_layer=2, n_head=4, n_embd=128, block_size=64, dropout=0.0, bias=False, batch_size=12, micro_batch=12,
+                max_steps=3300, lr=4e-3, min_lr=4e-5, warmup_steps=100, weight_decay=0.1, beta2=0.99,
+                eval_every=1000, eval_batches=150, save_every=500),
     "baby": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.2, bias=False, batch_size=64,
                  micro_batch=64, max_steps=2500, lr=2e-3, min_lr=2e-5, warmup_steps=100, weight_decay=0.1, beta2=0.99,
                  eval_every=500, eval_batches=20, save_every=500),
@@ -56,8 +56,8 @@ PRESETS = {
 }
 # Draft models for speculative decoding, in about a tenth of their target's time. share: of the target's steps.
 DRAFTS = {
-    "cpu": dict(n_layer=1, n_head=2, n_embd=64, lr=1e-2, min_lr=1e-4, share=0.5),
-    "baby": dict(n_layer=1, n_head=4, n_embd=128, lr=5e-3, min_lr=5e-5, dropout=0.0, share=0.4),
+    "cpu": dict(n_layer=1, n_head=2, n_embd=96, lr=4e-3, min_lr=4e-5, share=0.27),
+    "baby": dict(n_layer=1, n_head=4, n_embd=128, lr=5e-3, min_lr=5e-5, dropout=0.0, share=0.25),
 }
 ARCHITECTURE = [f.name for f in fields(GPTConfig)]
 
@@ -313,7 +313,7 @@ class Master:
         wide = torch.promote_types(dtype, torch.float32)
         self.master = torch.cat([p.detach().flatten().to(wide) for p in self.params.values()])
         self.weights = self.master.to(dtype)                                 # the same tensor if the dtype is the same
-        self.grad = torch.zeros_like(self.master)
+        self.grad, self.spent = torch.zeros_like(self.master), True          # spent: the next gradient overwrites it
         for name, view in self.views(self.weights).items():
             self.params[name].data = view
         self.moments = {key: torch.zeros_like(self.master) for key in ("exp_avg", "exp_avg_sq")}
@@ -339,7 +339,12 @@ class Master:
         """Adds the parameters' gradients to the flat float32 one and drops them. A parameter that had no part in
         the loss has a gradient of zero."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
-        self.grad += torch.cat([g.flatten() for g in grads])
+        joined = torch.cat([g.flatten() for g in grads])
+        if self.spent:
+            self.grad.copy_(joined)
+        else:
+            self.grad += joined
+        self.spent = False
         for p in self.params.values():
             p.grad = None
 
@@ -357,7 +362,7 @@ class Master:
             self.adamw.step()
             if self.weights is not self.master:
                 self.weights.copy_(self.master)
-        self.grad.zero_()
+        self.spent = True
         return norm
 
     def update_scale(self, norm):
@@ -581,7 +586,7 @@ def backward(model, master, idx, targets, args):
 
 
 def config_from(args, data):
-    """-> GPTConfig"""
+    """The shape that the options and the data ask for. Raises UserError."""
     return GPTConfig(data.vocab_size, *(getattr(args, field) for field in ARCHITECTURE[1:]))
 
 
@@ -604,6 +609,8 @@ def fit(name, args, data, ckpt, run, stop):
 
     After a signal it saves and returns early. Raises UserError, Diverged, and OSError if the end can't be saved."""
     device, config = pick_device(args.device), config_from(args, data)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     model, master = build(name, args, config, ckpt, device)
     path, step = Path(args.out) / f"{name}.pt", ckpt["step"] if ckpt else 0
     log = Log(path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl"),
@@ -660,13 +667,12 @@ def announce(args, data):
 
 
 def draft_options(args):
-    """The options of the draft model: the target's, with the preset's smaller shape and shorter schedule."""
+    """The options of the draft model: the target's, with a smaller shape and a shorter schedule. Raises UserError."""
     if args.preset not in DRAFTS:
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
     changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None)
     share = changes.pop("share")
-    changes.update(max_steps=math.ceil(args.max_steps * share), warmup_steps=math.ceil(args.warmup_steps * share))
-    return argparse.Namespace(**{**vars(args), **changes})
+    return argparse.Namespace(**{**vars(args), **changes, "max_steps": math.ceil(args.max_steps * share)})
 
 
 def summary(name, model, progress, args):
@@ -698,6 +704,7 @@ def sample_text(model, tokenizer, args, stop, n=200):
 def run(argv):
     """Trains the target, then its draft. Returns the exit code."""
     args, ckpt = parse(argv)
+    sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

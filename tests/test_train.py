@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -284,12 +283,13 @@ def test_init_from_takes_weights_and_architecture(text, tmp_path, capsys):
 def test_draft_is_trained_after_the_target_and_resumes(text, tmp_path):
     assert run(text, tmp_path, "--max_steps=4", "--draft") == 0
     target, draft = (load_checkpoint(tmp_path / f"{n}.pt") for n in ("ckpt", "draft"))
-    assert draft["step"] == 2 and draft["run"] == target["run"]
+    assert draft["step"] == math.ceil(4 * train.DRAFTS["cpu"]["share"]) and draft["run"] == target["run"]
     for field in ("vocab_size", "block_size"):
         assert draft["config"][field] == target["config"][field]
     assert train.main(["--resume", f"--out={tmp_path}", "--max_steps=8"]) == 0
-    assert load_checkpoint(tmp_path / "draft.pt")["step"] == 4
-    assert [r["step"] for r in records(tmp_path, "draft.jsonl")[1:]] == [1, 2, 3, 4]
+    steps = math.ceil(8 * train.DRAFTS["cpu"]["share"])
+    assert load_checkpoint(tmp_path / "draft.pt")["step"] == steps > draft["step"]
+    assert [r["step"] for r in records(tmp_path, "draft.jsonl")[1:]] == list(range(1, steps + 1))
 
 
 def test_compiled_and_plain_checkpoints_have_the_same_names(text, tmp_path):
@@ -348,6 +348,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(text, tmp_path, unbrok
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(text, tmp_path):
+    resource = pytest.importorskip("resource")
     assert run(text, tmp_path, "--max_steps=2") == 0
     before = hashlib.sha256((tmp_path / "ckpt.pt").read_bytes()).digest()
     limit = (tmp_path / "ckpt.pt").stat().st_size // 2
