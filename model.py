@@ -42,6 +42,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from flash import attention_naive, flash_attention, linear_cross_entropy, torch_attention
+
 
 class UserError(ValueError):
     """A request that can't be met. The programs print it as one sentence and leave with exit code 2."""
@@ -89,90 +91,17 @@ def derive(seed, *key):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Causal attention, twice. Both take Tq <= Tk with the mask aligned bottom-right: query i is the token at position
-# Tk - Tq + i and sees keys 0 .. Tk - Tq + i. So the last query sees every key, as when new tokens follow a cache.
+# Attention, three ways with the same numbers: q (B, nh, Tq, hs), k and v (B, nh, Tk, hs) -> (B, nh, Tq, hs)
 
-def causal_mask(Tq, Tk, device):
-    """(Tq, Tk) bool, True where query i may see key j: j <= i + Tk - Tq."""
-    return torch.ones(Tq, Tk, dtype=torch.bool, device=device).tril(Tk - Tq)
-
-
-def naive_attention(q, k, v, dropout=0.0):
-    """softmax(q k^T / sqrt(hs)) v, with the (Tq, Tk) scores written out: the oracle for every faster one.
-
-    q (B, nh, Tq, hs), k and v (B, nh, Tk, hs), floating -> (B, nh, Tq, hs). Vaswani et al. 2017.
-    """
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))                 # (B, nh, Tq, Tk)
-    scores = scores.masked_fill(~causal_mask(q.size(-2), k.size(-2), q.device), float("-inf"))
-    weights = F.dropout(scores.softmax(-1), dropout)                         # (B, nh, Tq, Tk)
-    return weights @ v                                                       # (B, nh, Tq, hs)
+def flash(q, k, v, dropout):
+    """The kernels of flash.py, which have no dropout: with dropout, torch's."""
+    return torch_attention(q, k, v, dropout=dropout) if dropout else flash_attention(q, k, v)
 
 
-def torch_attention(q, k, v, dropout=0.0):
-    """The same by PyTorch's scaled_dot_product_attention, which picks a fused kernel where it has one."""
-    Tq, Tk = q.size(-2), k.size(-2)
-    # its is_causal is aligned top-left, which is ours only for Tq = Tk; one query alone sees everything
-    mask = causal_mask(Tq, Tk, q.device) if 1 < Tq < Tk else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=1 < Tq == Tk)
-
-
-ATTENTION = {"torch": torch_attention, "naive": naive_attention}
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The loss, without the logits
-
-def softmax_and_grad(logits, targets, vocab_size):
-    """Summed cross-entropy of logits (n, V padded) for targets (n,); the logits are replaced by its gradient.
-
-    With p = softmax(z), loss = log(sum exp z) - z[target], so d loss / dz = p - onehot(target). Rows whose target is
-    negative count for nothing. Compiled, this is two passes over the logits and no copy of them in float32.
-    """
-    z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))     # (n, V), without the padding
-    valid, target = targets >= 0, targets.clamp(min=0)[:, None]              # (n,), (n, 1)
-    lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
-    loss = ((lse - z_target) * valid).sum()
-    lse = lse.masked_fill(~valid, float("inf"))                              # exp(z - inf) = 0: no gradient
-    at_target = (z_target - lse).exp() - valid.to(z.dtype)                   # (n,): p - 1, before p is rounded
-    logits[:, :vocab_size] = (z - lse[:, None]).exp()                        # (n, V)
-    logits[:, vocab_size:] = 0
-    logits.scatter_(1, target, at_target[:, None].to(logits.dtype))
-    return loss
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """forward: x (N, C), w (V padded, C), targets (N,) -> summed loss, float32 / backward: gradients of x and w.
-
-    The logits x @ w.T would be the largest tensor of a small GPT by far: 6.6 GB in float32 for 32 x 1024 tokens of
-    GPT-2. Here they live one chunk of rows at a time. The gradient needs the same softmax, so it is taken at once,
-    while the chunk exists; backward only multiplies by the incoming scalar. No product is computed twice.
-    """
-
-    chunk_bytes = 2 ** 30    # of logits alive at once
-
-    @staticmethod
-    def forward(ctx, x, w, targets, vocab_size, with_grad, softmax_and_grad):
-        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
-        rows = 2 ** (rows.bit_length() - 1)                                  # down to a power of two: chunks of one size
-        wide = torch.promote_types(x.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x.device)
-        dx = torch.empty_like(x) if with_grad else None                      # (N, C)
-        dw = torch.zeros_like(w, dtype=wide) if with_grad else None          # (V, C), summed over chunks in float32
-        for i in range(0, x.size(0), rows):
-            chunk = x[i:i + rows]                                            # (n, C)
-            logits = chunk @ w.t()                                           # (n, C) @ (C, V) -> (n, V)
-            loss += softmax_and_grad(logits, targets[i:i + rows], vocab_size)
-            if with_grad:
-                torch.mm(logits, w, out=dx[i:i + rows])                      # now a gradient: (n, V) @ (V, C) -> (n, C)
-                dw += logits.t() @ chunk                                     # (V, n) @ (n, C) -> (V, C)
-        if with_grad:
-            ctx.save_for_backward(dx, dw.to(w.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        dx, dw = ctx.saved_tensors
-        return dx * grad_loss.to(dx.dtype), dw * grad_loss.to(dw.dtype), None, None, None, None
+ATTENTION = {"flash": flash,
+             "torch": lambda q, k, v, dropout: torch_attention(q, k, v, dropout=dropout),
+             "naive": lambda q, k, v, dropout: attention_naive(q, k, v, dropout=dropout)[0]}
+ATTENTION["auto"] = ATTENTION["torch"]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -245,8 +174,8 @@ class GPT(nn.Module):
     A stage has the positions `wpe` only if it holds layer 0 and the final norm `ln_f` only if it holds the last.
     The embedding `wte` is also the head's matrix (tied), so first and last stage both have it, under one name.
     Blocks are named by their number in the whole model: a parameter's name is the same on every stage.
-    `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention` names the
-    default kernel: "auto", or a key of ATTENTION.
+    `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention`, a key of
+    ATTENTION, is what the default `attend` uses.
     """
 
     def __init__(self, config, layers=None, seed=0, attention="auto"):
@@ -254,8 +183,7 @@ class GPT(nn.Module):
         self.config = config
         self.layers = range(config.n_layer) if layers is None else layers
         self.first, self.last = 0 in self.layers, config.n_layer - 1 in self.layers
-        self.attention = "torch" if attention == "auto" else attention
-        self.softmax_and_grad = softmax_and_grad
+        self.attention = attention
         with torch.device("meta"):        # shapes only: reset() below gives the values
             if self.first or self.last:
                 self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
@@ -287,7 +215,8 @@ class GPT(nn.Module):
 
     def causal(self, layer, q, k, v):
         """The default `attend`: causal attention among the tokens at hand, in every layer alike."""
-        return ATTENTION[self.attention](q, k, v, self.config.dropout if self.training else 0.0)
+        dropout = self.config.dropout if self.training else 0.0
+        return ATTENTION[self.attention](q, k, v, dropout)
 
     def trunk(self, x, pos=None, attend=None):
         """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
@@ -320,16 +249,13 @@ class GPT(nn.Module):
         if total is None:
             total = (targets >= 0).sum().clamp(min=1)
         x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)          # (B*T, C), (B*T,)
-        w = self.wte.weight
-        with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-        return LinearCrossEntropy.apply(x, w, targets, self.config.vocab_size, with_grad, self.softmax_and_grad) / total
+        return linear_cross_entropy(x, self.wte.weight, targets, self.config.vocab_size) / total
 
     def compile_blocks(self):
-        """torch.compile for the blocks and the loss. A block is compiled and not the model: all of them run one graph,
-        so that compiling takes as long for 48 layers as for one. Parameters keep their names."""
+        """torch.compile for the blocks. A block is compiled and not the model: all of them run one graph, so that
+        compiling takes as long for 48 layers as for one. Parameters keep their names."""
         for block in self.blocks.values():
             block.compile(dynamic=False)
-        self.softmax_and_grad = torch.compile(softmax_and_grad, dynamic=False)
 
     # ---- generation -----------------------------------------------------------------------------------------
 

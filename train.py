@@ -113,7 +113,8 @@ def options():
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     g.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in; masters and moments are "
                    "float32 (default: auto, bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
-    g.add_argument("--attention", default="auto", choices=["auto", *ATTENTION], help="the attention kernel (default: auto)")
+    g.add_argument("--attention", default="auto", choices=ATTENTION, help="what computes attention: the kernels of "
+                   "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, now torch)")
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks and the loss: slow to start, then faster "
                    "(default: on for CUDA where there is Triton)")
     return p

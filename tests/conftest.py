@@ -1,4 +1,7 @@
-"""Fresh random inputs in every run. The seed of a test is printed when it fails; NANOSCALE_SEED repeats it."""
+"""Fresh random inputs in every run. The seed of a test is printed when it fails; NANOSCALE_SEED repeats it.
+
+Without a GPU the Triton kernels are run by Triton's interpreter, which has to be chosen before they are defined; only
+test_flash.py then calls them, everything else uses what a CPU uses."""
 
 import os
 
@@ -9,6 +12,12 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"      # the same tests run on both
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+import flash
+
+os.environ.pop("TRITON_INTERPRET", None)      # the programs started have a CPU's defaults
+flash.INTERPRETED = False
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,585 @@
+"""FlashAttention, from the online softmax up: why attention waits for memory, and how not to.
+
+What it teaches: a GPU computes far faster than it reads. Attention as it is written down, softmax(q k^T) v, writes a
+T x T matrix to memory and reads it back; FlashAttention computes the same numbers tile by tile in on-chip memory and
+never writes that matrix. The chapter goes there in five steps, each exact, each with the naive version kept as oracle:
+
+    1  tiling             a matrix product by blocks, and the bytes that it moves
+    2  softmax            in three passes, in two (online), and merged from parts: what makes tiling possible
+    3  recomputation      compute a thing again in backward instead of keeping it
+    4  FlashAttention-2   the three together: forward and backward in Triton
+    5  the loss           the same online softmax over the vocabulary
+
+Papers: FlashAttention (Dao et al. 2022, 2205.14135), FlashAttention-2 (Dao 2023, 2307.08691), online softmax
+(Milakov & Gimelshein 2018, 1805.02867), recomputation (Chen et al. 2016, 1604.06174).
+
+    python -m pytest tests/test_flash.py      on a GPU; on a CPU the kernels run in Triton's interpreter
+
+Without Triton steps 1 to 3 are NumPy and torch as before, and attention and loss use torch's own operators. What it
+can't do: dropout on the attention weights, masks other than the causal one, head sizes above 256, float64.
+"""
+
+from __future__ import annotations      # kernels name tl.constexpr, also where there is no tl
+
+import math
+import os
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:      # no Triton here, or one from before tensor descriptors (3.4)
+    triton = None
+
+LOG2E = math.log2(math.e)      # exp(x) = exp2(LOG2E x)
+jit = triton.jit if triton else lambda function: function
+# lengths differ from call to call: one compilation serves them all, also where one happens to be 1 or a multiple of 16
+jit_any_length = triton.jit(do_not_specialize=["nh", "Tq", "Tk"]) if triton else jit
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"      # Triton's own switch: kernels run on the CPU, slowly
+
+
+def has_kernels(x):
+    """Whether the Triton kernels can take tensor x: on CUDA or in the interpreter, in 16 or 32 bits."""
+    return triton is not None and (x.is_cuda or INTERPRETED) and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 1. Tiling
+#
+# C = A B with A (M, K), B (K, N): element by element, each of the M N results reads a row and a column from memory,
+# 2 K numbers. A tile of C, b x b results, needs a strip of A and a strip of B, 2 K b numbers, for b^2 results: b times
+# fewer. The strips pass through fast memory a tile at a time, so 3 b^2 numbers of it are enough for any K.
+
+def matmul_tiled(a, b, block):
+    """a (M, K), b (K, N) NumPy arrays -> (a @ b, numbers read from slow memory)."""
+    (M, K), N = a.shape, b.shape[1]
+    c, read = np.zeros((M, N), a.dtype), 0
+    for i in range(0, M, block):
+        for j in range(0, N, block):
+            for k in range(0, K, block):
+                tile_a, tile_b = a[i:i + block, k:k + block], b[k:k + block, j:j + block]
+                read += tile_a.size + tile_b.size
+                c[i:i + block, j:j + block] += tile_a @ tile_b               # (b, b) @ (b, b), all in fast memory
+    return c, read
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 2. Softmax
+#
+# Safe softmax, y_j = exp(x_j - m) / l with m = max x and l = sum exp(x - m), reads x three times: for m, for l, for y.
+# The online softmax finds m and l in one pass. When the maximum rises from m to m', the sum so far was taken against
+# the wrong maximum, and one factor mends it:
+#
+#     m' = max(m, x_j)        l' = l exp(m - m') + exp(x_j - m')
+#
+# The same factor merges two parts that know nothing of each other: (m, l) and (m', l') of two halves give those of the
+# whole. And it mends a weighted sum O = sum exp(x_j - m) v_j just as well as the sum l. That is all of FlashAttention.
+
+def softmax_safe(x):
+    """x (n,) -> softmax(x), in three passes."""
+    m = max(x)                                                               # pass 1
+    l = sum(np.exp(v - m) for v in x)                                        # pass 2
+    return np.array([np.exp(v - m) / l for v in x])                          # pass 3
+
+
+def softmax_online(x):
+    """x (n,) -> softmax(x), in two passes. Milakov & Gimelshein 2018."""
+    m, l = -np.inf, 0.0
+    for v in x:                                                              # pass 1
+        m_new = max(m, v)
+        l = l * np.exp(m - m_new) + np.exp(v - m_new)
+        m = m_new
+    return np.array([np.exp(v - m) / l for v in x])                          # pass 2
+
+
+def merge(o1, lse1, o2, lse2):
+    """Two attentions over different keys -> the attention over all of them.
+
+    o (..., hs) outputs and lse (...) their log-sum-exps, float, torch tensors; -> (o, lse). A part that saw no key has
+    lse = -inf and changes nothing."""
+    lse = torch.logaddexp(lse1, lse2)
+    safe = lse.masked_fill(lse == -math.inf, 0.0)                            # -inf - -inf is no number
+    return o1 * (lse1 - safe).exp()[..., None] + o2 * (lse2 - safe).exp()[..., None], lse
+
+
+@jit
+def softmax_safe_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """One row a program: three reads and one write of it."""
+    row, cols = tl.program_id(0).to(tl.int64) * n, tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(0, n, BLOCK):
+        m = tl.maximum(m, tl.load(x_ptr + row + i + cols, mask=i + cols < n, other=float("-inf")))
+    top = tl.max(m, 0)
+    l = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, n, BLOCK):
+        l += tl.exp(tl.load(x_ptr + row + i + cols, mask=i + cols < n, other=float("-inf")) - top)
+    total = tl.sum(l, 0)
+    for i in range(0, n, BLOCK):
+        x = tl.load(x_ptr + row + i + cols, mask=i + cols < n, other=float("-inf"))
+        tl.store(y_ptr + row + i + cols, tl.exp(x - top) / total, mask=i + cols < n)
+
+
+@jit
+def softmax_online_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """One row a program: two reads and one write. Each of BLOCK lanes keeps an (m, l) of its own; they merge last."""
+    row, cols = tl.program_id(0).to(tl.int64) * n, tl.arange(0, BLOCK)
+    m, l = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for i in range(0, n, BLOCK):
+        x = tl.load(x_ptr + row + i + cols, mask=i + cols < n, other=float("-inf"))
+        m_new = tl.maximum(m, x)
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)                  # a lane that has seen nothing yet
+        l = l * tl.exp(m - safe) + tl.exp(x - safe)
+        m = m_new
+    top = tl.max(m, 0)
+    total = tl.sum(l * tl.exp(m - top), 0)
+    for i in range(0, n, BLOCK):
+        x = tl.load(x_ptr + row + i + cols, mask=i + cols < n, other=float("-inf"))
+        tl.store(y_ptr + row + i + cols, tl.exp(x - top) / total, mask=i + cols < n)
+
+
+def softmax_rows(x, online=True):
+    """x (rows, n) float32, contiguous, where kernels run -> softmax over n, by one of the two kernels above."""
+    y = torch.empty_like(x)
+    kernel = softmax_online_kernel if online else softmax_safe_kernel
+    kernel[(x.size(0),)](x, y, x.size(1), BLOCK=1024, num_warps=4)
+    return y
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 3. Recomputation
+#
+# Backward needs what forward computed. It can be kept, which costs memory from then until its turn comes, or computed
+# again. FlashAttention computes its T x T matrix again, tile by tile, from q, k and one number a row. Here the idea
+# alone, on a two-layer MLP whose hidden layer, the largest tensor, isn't kept.
+
+class RecomputedMLP(torch.autograd.Function):
+    """forward: gelu(x w1^T) w2^T with x (N, C), w1 (H, C), w2 (C, H) -> (N, C) / backward: the hidden (N, H) again."""
+
+    @staticmethod
+    def forward(ctx, x, w1, w2):
+        ctx.save_for_backward(x, w1, w2)                                     # and not the hidden layer
+        return F.gelu(x @ w1.t()) @ w2.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w1, w2 = ctx.saved_tensors
+        with torch.enable_grad():
+            a = (x @ w1.t()).requires_grad_()                                # (N, H), for the second time
+            h = F.gelu(a)
+        dw2 = dy.t() @ h                                                     # (C, N) @ (N, H) -> (C, H)
+        da, = torch.autograd.grad(h, a, dy @ w2)                             # (N, C) @ (C, H) -> (N, H)
+        return da @ w1, da.t() @ x, dw2                                      # (N, C), (H, C), (C, H)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 4. FlashAttention-2
+#
+# S = scale q k^T, P = softmax(S), O = P v. Forward, for a tile of queries, goes over the tiles of keys and keeps, for
+# each query, the running maximum m, denominator l and output O:
+#
+#     m' = max(m, rowmax S)     P = exp(S - m')     l' = l exp(m - m') + rowsum P     O' = O exp(m - m') + P v
+#
+# and in the end O / l, and the log-sum-exp L = m + log l, the one number a row that backward needs, since
+# P = exp(S - L) without any further maximum or sum. With dO given, the chain rule says
+#
+#     dv = P^T dO      dP = dO v^T      dS = P * (dP - D), D = rowsum(dO * O)      dq = scale dS k      dk = scale dS^T q
+#
+# D stands for the softmax's own backward, rowsum(P * dP), and is known before any tile: rowsum(P * (dO v^T)) is
+# rowsum(dO * (P v)). If the log-sum-exp is used further on and has a gradient dL, dS gains P * dL, so D becomes D - dL.
+#
+# Queries are aligned bottom-right under the causal mask: query i is the token at position Tk - Tq + i and sees keys
+# 0 .. Tk - Tq + i. Kernels compute with exp2, scale * log2(e) folded into the scores.
+
+def attention_naive(q, k, v, causal=True, scale=None, dropout=0.0):
+    """The definition, with the (Tq, Tk) matrix written out: the oracle. Arguments as flash_attention's; any float
+    dtype; dropout on P. -> o (B, nh, Tq, hs), lse (B, nh, Tq). A row that sees no key gives 0 and -inf."""
+    Tq, Tk = q.size(-2), k.size(-2)
+    S = q @ k.transpose(-2, -1) * (q.size(-1) ** -0.5 if scale is None else scale)          # (B, nh, Tq, Tk)
+    if causal:
+        seen = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
+        S = S.masked_fill(~seen, -math.inf)
+    lse = S.logsumexp(-1)                                                    # (B, nh, Tq)
+    P = (S - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return F.dropout(P, dropout) @ v, lse
+
+
+def attention_tiled(q, k, v, block, causal=True):
+    """FlashAttention-2's forward in NumPy, one head: q (Tq, hs), k and v (Tk, hs) -> o (Tq, hs), lse (Tq,)."""
+    (Tq, hs), Tk = q.shape, k.shape[0]
+    o, lse = np.zeros_like(q), np.zeros(Tq, q.dtype)
+    for i in range(0, Tq, block):
+        Q = q[i:i + block] / math.sqrt(hs)
+        m, l, O = np.full(len(Q), -np.inf), np.zeros(len(Q)), np.zeros_like(Q)
+        for j in range(0, Tk, block):
+            S = Q @ k[j:j + block].T                                         # (b, hs) @ (hs, b) -> (b, b)
+            if causal:
+                rows, cols = np.arange(i, i + len(Q))[:, None], np.arange(j, j + S.shape[1])[None]
+                S = np.where(cols <= rows + Tk - Tq, S, -np.inf)
+            m_new = np.maximum(m, S.max(1))
+            safe = np.where(np.isinf(m_new), 0.0, m_new)                     # nothing seen yet: -inf - -inf is no number
+            P, alpha = np.exp(S - safe[:, None]), np.exp(m - safe)
+            l, O, m = l * alpha + P.sum(1), O * alpha[:, None] + P @ v[j:j + block], m_new
+        o[i:i + block], lse[i:i + block] = O / l[:, None], m + np.log(l)
+    return o, lse
+
+
+@jit_any_length
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile of BLOCK_M queries of one head a program. Descriptors cover (B, nh, T, hs): a tile that reaches over an
+    edge reads zeros there and doesn't write there, whatever lies behind the edge in memory."""
+    tiles = tl.cdiv(Tq, BLOCK_M)
+    head, i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M      # longest first
+    b, h = head // nh, head % nh
+    rows = i + tl.arange(0, BLOCK_M)
+    Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+    m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    O = tl.zeros([BLOCK_M, HS], tl.float32)
+    end = tl.minimum(Tk, i + BLOCK_M + Tk - Tq) if CAUSAL else Tk
+    for j in range(0, end, BLOCK_N):
+        K = k_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+        S = tl.dot(Q, K.T, input_precision=PRECISION) * scale_log2           # (BLOCK_M, BLOCK_N)
+        if j + BLOCK_N > (tl.minimum(Tk, i + Tk - Tq + 1) if CAUSAL else Tk):      # the only tiles with a mask
+            cols = j + tl.arange(0, BLOCK_N)
+            seen = cols[None, :] < Tk
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= rows[:, None] + Tk - Tq)
+            S = tl.where(seen, S, float("-inf"))
+        m_new = tl.maximum(m, tl.max(S, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)                  # nothing seen yet: -inf - -inf is no number
+        P, alpha = tl.exp2(S - safe[:, None]), tl.exp2(m - safe)
+        l = l * alpha + tl.sum(P, 1)
+        V = v_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+        O = tl.dot(P.to(V.dtype), V, O * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    O = O / tl.where(l == 0, 1.0, l)[:, None]
+    o_desc.store([b, h, i, 0], O.to(o_desc.dtype).reshape(1, 1, BLOCK_M, HS))
+    lse = tl.where(l == 0, float("-inf"), m + tl.log2(l))
+    tl.store(lse_ptr + head.to(tl.int64) * Tq + rows, lse, mask=rows < Tq)
+
+
+@jit_any_length
+def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, dlse_ptr, D_ptr, nh, Tq, Tk, scale,
+                      scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      PRECISION: tl.constexpr):
+    """dq for a tile of queries, over the tiles of keys; on the way D, which the other kernel needs too."""
+    tiles = tl.cdiv(Tq, BLOCK_M)
+    head, i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
+    b, h = head // nh, head % nh
+    rows = i + tl.arange(0, BLOCK_M)
+    at = head.to(tl.int64) * Tq + rows
+    Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+    dO = do_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+    O = o_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+    D = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1) - tl.load(dlse_ptr + at, mask=rows < Tq, other=0.0)
+    tl.store(D_ptr + at, D, mask=rows < Tq)
+    lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)                  # no key seen: P = exp2(S - inf) = 0
+    dQ = tl.zeros([BLOCK_M, HS], tl.float32)
+    end = tl.minimum(Tk, i + BLOCK_M + Tk - Tq) if CAUSAL else Tk
+    for j in range(0, end, BLOCK_N):
+        K = k_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+        V = v_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+        P = tl.exp2(tl.dot(Q, K.T, input_precision=PRECISION) * scale_log2 - lse[:, None])
+        if j + BLOCK_N > (tl.minimum(Tk, i + Tk - Tq + 1) if CAUSAL else Tk):
+            cols = j + tl.arange(0, BLOCK_N)
+            seen = cols[None, :] < Tk
+            if CAUSAL:
+                seen = seen & (cols[None, :] <= rows[:, None] + Tk - Tq)
+            P = tl.where(seen, P, 0.0)
+        dP = tl.dot(dO, V.T, input_precision=PRECISION)                      # (BLOCK_M, BLOCK_N)
+        dS = P * (dP - D[:, None])
+        dQ = tl.dot(dS.to(K.dtype), K, dQ, input_precision=PRECISION)        # (BLOCK_M, HS)
+    dq_desc.store([b, h, i, 0], (dQ * scale).to(dq_desc.dtype).reshape(1, 1, BLOCK_M, HS))
+
+
+@jit_any_length
+def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, D_ptr, nh, Tq, Tk, scale,
+                       scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       PRECISION: tl.constexpr):
+    """dk and dv for a tile of keys, over the tiles of queries that see it. Works on the transposed scores S^T, so that
+    both sums are products whose left side is already in registers."""
+    tiles = tl.cdiv(Tk, BLOCK_N)
+    head, j = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BLOCK_N
+    b, h = head // nh, head % nh
+    cols = j + tl.arange(0, BLOCK_N)
+    K = k_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+    V = v_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
+    dK, dV = tl.zeros([BLOCK_N, HS], tl.float32), tl.zeros([BLOCK_N, HS], tl.float32)
+    start = tl.maximum(0, j - (Tk - Tq)) // BLOCK_M * BLOCK_M if CAUSAL else 0
+    for i in range(start, Tq, BLOCK_M):
+        rows = i + tl.arange(0, BLOCK_M)
+        at = head.to(tl.int64) * Tq + rows
+        lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))      # rows beyond Tq: P = 0
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+        D = tl.load(D_ptr + at, mask=rows < Tq, other=0.0)
+        Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+        dO = do_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
+        P = tl.exp2(tl.dot(K, Q.T, input_precision=PRECISION) * scale_log2 - lse[None, :])
+        if CAUSAL and j + BLOCK_N > i + Tk - Tq + 1:
+            P = tl.where(cols[:, None] <= rows[None, :] + Tk - Tq, P, 0.0)   # P^T: (BLOCK_N, BLOCK_M)
+        dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)       # (BLOCK_N, HS)
+        dP = tl.dot(V, dO.T, input_precision=PRECISION)                      # (BLOCK_N, BLOCK_M)
+        dS = P * (dP - D[None, :])
+        dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=PRECISION)        # (BLOCK_N, HS)
+    dk_desc.store([b, h, j, 0], (dK * scale).to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HS))
+    dv_desc.store([b, h, j, 0], dV.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, HS))
+
+
+# Block sizes (queries, keys), warps and stages by kernel and head size, in 16 bits. Measured on an H200; on a card with
+# less shared memory `settings` halves them until they fit.
+SETTINGS = {"forward": {64: (64, 64, 4, 2), 128: (64, 128, 4, 1), 256: (64, 32, 4, 1)},
+            "backward_q": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 1)},
+            "backward_kv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}}
+
+
+def settings(kind, x, T):
+    """-> the keyword arguments of a kernel's launch for tensor x (B, nh, T, hs)."""
+    HS = max(16, triton.next_power_of_2(x.size(-1)))
+    block_m, block_n, warps, stages = SETTINGS[kind][max(64, HS)]
+    if kind == "forward" and HS <= 64 and T >= 2048:
+        block_n = 128
+    if x.dtype == torch.float32:
+        block_m, block_n, stages = 32, 32, 1                                 # twice the bytes, no tensor cores
+    if x.is_cuda:
+        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        while (2 * block_m + 2 * block_n * stages) * HS * x.element_size() > room and block_n > 16:
+            block_n, stages = block_n // 2, 1
+    return dict(HS=HS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+                PRECISION="ieee" if x.dtype == torch.float32 else "tf32")    # tf32 has no meaning in 16 bits
+
+
+def describe(x, block, HS):
+    """A descriptor of x (B, nh, T, hs) in tiles of (block, HS), for the copy engine of Hopper (TMA), elsewhere for
+    plain loads. It wants strides of whole 16 bytes, the last one 1; a tensor that has others is copied."""
+    unit = 16 // x.element_size()
+    strides = [s if n > 1 else unit for n, s in zip(x.shape[:3], x.stride()[:3])] + [x.stride(3) if x.size(3) > 1 else 1]
+    if strides[3] != 1 or x.data_ptr() % 16 or any(s % unit or s == 0 for s in strides[:3]):
+        padded = x.new_empty(*x.shape[:3], -(-x.size(3) // unit) * unit)
+        x = padded[..., :x.size(3)].copy_(x)
+        strides = list(x.stride())
+    return TensorDescriptor(x, list(x.shape), strides, [1, 1, block, HS])
+
+
+def like(x):
+    """An empty tensor of x's shape (B, nh, T, hs) whose memory is laid out as (B, T, nh, hs), as a model wants it."""
+    B, nh, T, hs = x.shape
+    return x.new_empty(B, T, nh, hs).transpose(1, 2)
+
+
+def launch_forward(q, k, v, causal, scale):
+    """-> o like q, and the log-sum-exp in base 2, (B, nh, Tq) float32."""
+    (B, nh, Tq, hs), Tk = q.shape, k.size(2)
+    o, lse = like(q), q.new_empty(B, nh, Tq, dtype=torch.float32)
+    how = settings("forward", q, Tk)
+    M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
+    out = describe(o, M, HS)
+    forward_kernel[(triton.cdiv(Tq, M) * B * nh,)](describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), out, lse, nh,
+                                                   Tq, Tk, scale * LOG2E, CAUSAL=causal, **how)
+    return (o if out.base is o else o.copy_(out.base)), lse
+
+
+def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
+    """-> dq, dk, dv, from what forward took and gave and the gradients do (like o) and dlse (like lse, base e)."""
+    (B, nh, Tq, hs), Tk = q.shape, k.size(2)
+    D, grads = torch.empty_like(lse), [like(x) for x in (q, k, v)]
+    how = settings("backward_q", q, Tk)
+    M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
+    dq = describe(grads[0], M, HS)
+    backward_q_kernel[(triton.cdiv(Tq, M) * B * nh,)](
+        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq, lse, dlse, D,
+        nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
+    how = settings("backward_kv", q, Tq)
+    M, N = how["BLOCK_M"], how["BLOCK_N"]
+    dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
+    backward_kv_kernel[(triton.cdiv(Tk, N) * B * nh,)](
+        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(do, M, HS), dk, dv, lse, D,
+        nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
+    return [x if d.base is x else x.copy_(d.base) for x, d in zip(grads, (dq, dk, dv))]
+
+
+# The kernels as operators of their own: torch.compile sees two opaque calls with shapes and a gradient, and doesn't
+# break its graph around them. Their log-sum-exp is in base 2, as the kernels use it.
+
+@torch.library.custom_op("nanoscale::flash_forward", mutates_args=(),
+                         schema="(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)")
+def flash_forward(q, k, v, causal, scale):
+    return launch_forward(q, k, v, causal, scale)
+
+
+@torch.library.custom_op("nanoscale::flash_backward", mutates_args=(),
+                         schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor grad_o, Tensor grad_lse, "
+                                "bool causal, float scale) -> (Tensor, Tensor, Tensor)")
+def flash_backward(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
+    return launch_backward(q, k, v, o, lse, grad_o, grad_lse * LOG2E, causal, scale)
+
+
+@flash_forward.register_fake
+def _(q, k, v, causal, scale):
+    return like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@flash_backward.register_fake
+def _(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
+    return like(q), like(k), like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx, grad_o, grad_lse):
+    return *flash_backward(*ctx.saved_tensors, grad_o, grad_lse, ctx.causal, ctx.scale), None, None
+
+
+flash_forward.register_autograd(_backward, setup_context=_save)
+
+
+def check_attention(q, k, v, causal):
+    """ValueError unless these can be attended: one sentence with the shapes."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if any(x.dim() != 4 for x in (q, k, v)) or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.size(3) != k.size(3):
+        raise ValueError(f"attention takes q (B, nh, Tq, hs) and k, v (B, nh, Tk, hs), not {shapes}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device or not q.is_floating_point():
+        raise ValueError(f"attention takes q, k, v of one floating dtype on one device, not "
+                         + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)))
+    if causal and q.size(2) > k.size(2):
+        raise ValueError(f"causal attention takes Tq <= Tk (the last query is the last key's token), not {shapes}")
+
+
+def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
+    """Exact attention without the (Tq, Tk) matrix. Dao 2023, 2307.08691.
+
+    q (B, nh, Tq, hs), k and v (B, nh, Tk, hs), any strides, -> o (B, nh, Tq, hs) in their dtype; with return_lse also
+    the log-sum-exp of the scaled scores, (B, nh, Tq) float32, in nats, whose gradient counts too (see `merge`). causal:
+    query i, the token at position Tk - Tq + i, sees keys 0 .. Tk - Tq + i. scale: default 1 / sqrt(hs). A query that
+    sees no key (Tk = 0) gives 0 and -inf. The same input gives the same bits, forward and backward.
+
+    Kernels take float32 (IEEE products), float16 and bfloat16 on CUDA, hs up to 256; anything else is computed by
+    torch's operators. ValueError for shapes, dtypes and devices that don't go together, and for causal Tq > Tk.
+    """
+    check_attention(q, k, v, causal)
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    if has_kernels(q) and q.size(-1) <= 256 and q.numel() and k.numel():
+        o, lse = flash_forward(q, k, v, causal, scale)
+        return (o, lse / LOG2E) if return_lse else o
+    if return_lse or k.size(2) == 0:
+        o, lse = attention_naive(q, k, v, causal, scale)
+        return (o, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else o
+    return torch_attention(q, k, v, causal, scale)
+
+
+def torch_attention(q, k, v, causal=True, scale=None, dropout=0.0):
+    """The same by PyTorch's scaled_dot_product_attention, which picks a fused kernel where it has one."""
+    Tq, Tk = q.size(-2), k.size(-2)
+    # its is_causal is aligned top-left, which is ours only for Tq = Tk; one query alone sees everything
+    mask = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq) if causal and 1 < Tq < Tk else None
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and 1 < Tq == Tk, scale=scale)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 5. The loss
+#
+# The logits of a small GPT are its largest tensor by far: 6.6 GB in float32 for 32 x 1024 tokens of GPT-2. Cross-entropy
+# is a softmax over them, so the same trick serves: with p = softmax(z),
+#
+#     loss = log sum exp z - z[target]           d loss / dz = p - onehot(target)
+#
+# one online pass finds the log-sum-exp and another writes the gradient over the logits. They live one chunk of rows at a
+# time, in the model's dtype, and both products of backward are taken while the chunk is there.
+
+def softmax_grad_naive(logits, targets, vocab_size):
+    """Cross-entropy of logits (n, V padded) for targets (n,) int64, each row's (n,), float32; the logits are replaced by
+    its gradient. A row whose target is negative counts for nothing; columns from vocab_size on are padding."""
+    z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))          # (n, V)
+    valid, target = targets >= 0, targets.clamp(min=0)[:, None]              # (n,), (n, 1)
+    lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
+    loss = (lse - z_target) * valid
+    lse = lse.masked_fill(~valid, math.inf)                                  # exp(z - inf) = 0: no gradient
+    at_target = (z_target - lse).exp() - valid.to(z.dtype)                   # (n,): p - 1, before p is rounded
+    logits[:, :vocab_size] = (z - lse[:, None]).exp()                        # (n, V)
+    logits[:, vocab_size:] = 0
+    logits.scatter_(1, target, at_target[:, None].to(logits.dtype))
+    return loss
+
+
+@jit
+def softmax_grad_kernel(z_ptr, target_ptr, loss_ptr, V, width, BLOCK: tl.constexpr):
+    """One row of `width` logits a program, V of them real. Lanes as in softmax_online_kernel, in base 2."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    z_ptr += row * width
+    target = tl.load(target_ptr + row)
+    z_target = tl.load(z_ptr + tl.maximum(target, 0)).to(tl.float32) * LOG2E      # before anything is replaced
+    m, l = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    for i in range(0, V, BLOCK):
+        z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, z)
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.exp2(m - safe) + tl.exp2(z - safe)
+        m = m_new
+    top = tl.max(m, 0)
+    lse = top + tl.log2(tl.sum(l * tl.exp2(m - top), 0))
+    tl.store(loss_ptr + row, tl.where(target >= 0, (lse - z_target) / LOG2E, 0.0))
+    lse = tl.where(target >= 0, lse, float("inf"))                           # exp2(z - inf) = 0: no gradient
+    for i in range(0, width, BLOCK):
+        z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
+        p = tl.exp2(z - lse)                                                 # 0 in the padding
+        p = tl.where(i + cols == target, p - 1.0, p)
+        tl.store(z_ptr + i + cols, p.to(z_ptr.dtype.element_ty), mask=i + cols < width)
+
+
+def softmax_grad(logits, targets, vocab_size):
+    """softmax_grad_naive, by the kernel where there is one. logits and targets contiguous."""
+    if not has_kernels(logits):
+        return softmax_grad_naive(logits, targets, vocab_size)
+    loss = logits.new_empty(logits.size(0), dtype=torch.float32)
+    softmax_grad_kernel[(logits.size(0),)](logits, targets, loss, vocab_size, logits.size(1), BLOCK=4096, num_warps=16)
+    return loss
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """forward: x (N, C), w (V padded, C), targets (N,) -> summed loss, float32 / backward: gradients of x and w.
+
+    The gradients are computed in forward, while each chunk of logits exists; backward only multiplies them by the
+    incoming scalar. So no product is computed twice."""
+
+    chunk_bytes = 2 ** 30    # of logits alive at once
+
+    @staticmethod
+    def forward(ctx, x, w, targets, vocab_size, with_grad):
+        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
+        rows = 2 ** (rows.bit_length() - 1)                                  # down to a power of two: aligned chunks
+        wide = torch.promote_types(x.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        dx = torch.empty_like(x) if with_grad else None                      # (N, C)
+        dw = torch.zeros_like(w, dtype=wide) if with_grad else None          # (V, C), summed over chunks in float32
+        for i in range(0, x.size(0), rows):
+            chunk = x[i:i + rows]                                            # (n, C)
+            logits = chunk @ w.t()                                           # (n, C) @ (C, V) -> (n, V)
+            loss += softmax_grad(logits, targets[i:i + rows], vocab_size).sum()
+            if with_grad:
+                torch.mm(logits, w, out=dx[i:i + rows])                      # now a gradient: (n, V) @ (V, C) -> (n, C)
+                dw += logits.t() @ chunk                                     # (V, n) @ (n, C) -> (V, C)
+        if with_grad:
+            ctx.save_for_backward(dx, dw.to(w.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        dx, dw = ctx.saved_tensors
+        return dx * grad_loss.to(dx.dtype), dw * grad_loss.to(dw.dtype), None, None, None
+
+
+def linear_cross_entropy(x, w, targets, vocab_size):
+    """Summed cross-entropy, in nats, of the logits x @ w.T, which never exist whole.
+
+    x (N, C); w (V padded, C), whose rows from vocab_size on are padding and get no probability; targets (N,) int64,
+    negative where a row doesn't count. -> float32 scalar (float64 for float64)."""
+    with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    return LinearCrossEntropy.apply(x, w, targets, vocab_size, with_grad)
