@@ -278,7 +278,6 @@ def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr,
     D = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1) - tl.load(dlse_ptr + at, mask=rows < Tq, other=0.0)
     tl.store(D_ptr + at, D, mask=rows < Tq)
     lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)                  # no key seen: P = exp2(S - inf) = 0
     dQ = tl.zeros([BLOCK_M, HS], tl.float32)
     end = tl.minimum(Tk, i + BLOCK_M + Tk - Tq) if CAUSAL else Tk
     for j in range(0, end, BLOCK_N):
@@ -315,7 +314,6 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_pt
         rows = i + tl.arange(0, BLOCK_M)
         at = head.to(tl.int64) * Tq + rows
         lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))      # rows beyond Tq: P = 0
-        lse = tl.where(lse == float("-inf"), float("inf"), lse)
         D = tl.load(D_ptr + at, mask=rows < Tq, other=0.0)
         Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
         dO = do_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)

@@ -282,6 +282,8 @@ class GPT(nn.Module):
                     context = context[:, -max(1, self.config.block_size // 2):]
                 x = self.trunk(context)[:, -1]                               # (B, T, C) -> (B, C)
                 logits = F.linear(x, self.wte.weight)[:, :self.config.vocab_size]          # (B, V)
+                if not logits.isfinite().all():
+                    raise UserError("the model's logits are not numbers: its training diverged")
                 probs = distribution(logits, temperature, top_k, top_p)      # (B, V)
                 token = torch.multinomial(probs, 1, generator=generator)     # (B, 1)
                 context = torch.cat([context, token], 1)                     # (B, T + 1)
@@ -378,17 +380,26 @@ CHECKPOINT = "nanoscale-1"    # the format's name; a change that old readers can
 
 def load_checkpoint(path):
     """The dictionary that train.py saved at `path`, on the CPU, memory-mapped (reading the weights doesn't read the
-    moments). Raises UserError for a file that is missing, cut short or of another kind."""
+    moments). Raises UserError for a file that is missing, cut short, of another kind, or whose weights are no numbers."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; `python train.py` makes one")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} ({path.stat().st_size} bytes) can't be read as a checkpoint: {reason[:150]}") from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
+        raise UserError(f"{path} ({path.stat().st_size} bytes) is not a checkpoint, or not a whole one") from None
     if not isinstance(ckpt, dict) or ckpt.get("format") != CHECKPOINT:
         raise UserError(f"{path} is not a {CHECKPOINT} checkpoint")
+    try:
+        shapes = {name: p.shape for name, p in GPT(config_of(ckpt), seed=None).named_parameters()}
+        parts = [ckpt["model"], *ckpt["moments"].values()]
+        whole = all({name: t.shape for name, t in part.items()} == shapes for part in parts)
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} doesn't hold the weights and moments of the model that it describes")
+    if not all(weight.isfinite().all() for weight in ckpt["model"].values()):
+        raise UserError(f"{path} holds weights that are not numbers")
     return ckpt
 
 

@@ -37,7 +37,7 @@ def options():
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, bfloat16 "
-                   "on a GPU that has it, float32 elsewhere)")
+                   "on a GPU that has it, else float16; float32 elsewhere)")
     return p
 
 
@@ -45,6 +45,8 @@ def read_prompt(prompt):
     """TEXT, @FILE or @- -> the text; bytes that aren't UTF-8 are kept (as surrogates)."""
     if not prompt.startswith("@"):
         return prompt
+    if prompt == "@-" and sys.stdin is None:
+        raise UserError("prompt=@- can't be read: standard input is closed")
     try:
         raw = sys.stdin.buffer.read() if prompt == "@-" else Path(prompt[1:]).read_bytes()
     except OSError as error:
@@ -53,12 +55,10 @@ def read_prompt(prompt):
 
 
 def load_model(path, device, dtype):
-    """-> (GPT in evaluation, its Tokenizer). Raises UserError if the file isn't one, or its weights aren't numbers."""
+    """-> (GPT in evaluation, its Tokenizer). Raises UserError as load_checkpoint does."""
     ckpt = load_checkpoint(path)
     model = GPT(config_of(ckpt), seed=None)
     model.load_state_dict(ckpt["model"])
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"{path} holds weights that are not numbers: its training diverged")
     return model.to(device, dtype).eval(), Tokenizer(ckpt["tokenizer"])
 
 
@@ -87,6 +87,8 @@ def run(argv):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
     check_sampling(args.temperature, args.top_k, args.top_p)
+    if sys.stdout is None:
+        raise UserError("standard output is closed, and the text has nowhere to go")
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     model, tokenizer = load_model(args.ckpt, device, dtype)
@@ -99,19 +101,23 @@ def run(argv):
 
 
 def main(argv=None):
-    """The program. Exit code 2 and a sentence for what the user can mend, 130 after Ctrl-C."""
+    """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after Ctrl-C,
+    141 when the reader of a pipe has left."""
     try:
         run(argv)
+        return 0
     except UserError as error:
         print(f"sample.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:      # the reader, `head` perhaps, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    return 0
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is still buffered goes nowhere
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"sample.py: the text can't be written: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

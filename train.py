@@ -26,9 +26,15 @@ import signal
 import sys
 import sysconfig
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:      # Windows
+    fcntl = None
 
 import numpy as np
 import torch
@@ -112,7 +118,7 @@ def options():
     g = p.add_argument_group("the machine")
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     g.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in; masters and moments are "
-                   "float32 (default: auto, bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
+                   "float32 at least (default: auto, bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
     g.add_argument("--attention", default="auto", choices=ATTENTION, help="what computes attention: the kernels of "
                    "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, now torch)")
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks and the loss: slow to start, then faster "
@@ -129,16 +135,20 @@ def preset_table():
 def parse(argv=None):
     """Command line -> (options, the checkpoint to go on from or None). Raises UserError.
 
-    What isn't typed comes from the preset; with --resume, from the run that wrote the checkpoint."""
+    Defaults of an option that isn't typed come from the preset; with --resume, from the run that wrote the checkpoint.
+    Which preset and which checkpoint is itself on the command line: so it's read once for those, and once for all."""
     parser = options()
-    typed = parser.parse(argv)                     # None where a preset decides and nothing was typed
+    typed = parser.parse(argv)
+    if typed.resume and typed.init_from:
+        raise UserError("--resume goes on from out/ckpt.pt and --init_from starts anew; give one of them")
     ckpt = load_checkpoint(Path(typed.out) / "ckpt.pt") if typed.resume else None
     source = ckpt or (load_checkpoint(typed.init_from) if typed.init_from else None)
     preset = typed.preset or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
-    defaults = dict(PRESETS[preset], preset=preset, draft=preset in DRAFTS)
-    micro_limit = defaults.pop("micro_batch")
+    defaults = dict(PRESETS[preset], preset=preset, draft=preset in DRAFTS, micro_batch=None)
     if typed.lr is not None:
         defaults["min_lr"] = typed.lr / 10
+    if ckpt:
+        defaults.update({name: value for name, value in ckpt["options"].items() if name not in ("out", "resume")})
     if source:
         fixed = {name: source["config"][name] for name in ARCHITECTURE if name != "dropout"}
         for name, value in fixed.items():
@@ -146,12 +156,13 @@ def parse(argv=None):
                 raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}: "
                                 "an architecture can't change")
         defaults.update(fixed)
-    if ckpt:
-        defaults.update({name: value for name, value in ckpt["options"].items() if name not in ("out", "resume")})
     parser.set_defaults(**defaults)
     args = parser.parse(argv)
+    args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
+    args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for
     if args.micro_batch is None and args.batch_size > 0:
-        args.micro_batch = max(n for n in range(1, min(micro_limit, args.batch_size) + 1) if args.batch_size % n == 0)
+        limit = min(PRESETS[args.preset]["micro_batch"], args.batch_size)
+        args.micro_batch = max(n for n in range(1, limit + 1) if args.batch_size % n == 0)
     check(args)
     return args, ckpt
 
@@ -169,6 +180,8 @@ def check(args):
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 0 and below 1")
+    if args.data == "":
+        raise UserError("data= names no file; without --data it's the Python library's own sources")
     if args.batch_size % args.micro_batch:
         raise UserError(f"batch_size={args.batch_size} is not a multiple of micro_batch={args.micro_batch}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -192,11 +205,15 @@ class Data:
                 self.train, self.val = read_ids(path, self.block_size)
             else:
                 self.tokenizer, self.vocab_size = Tokenizer("bytes"), args.vocab_size or 256
+                if self.vocab_size > 256:
+                    raise UserError(f"vocab_size={self.vocab_size}, but text is read as bytes, which are 256")
                 if not path or path.is_dir():
                     path = join_texts(path, Path(args.out) / "text.txt")
                 self.train, self.val = split(read_array(path, np.uint8), path, self.block_size)
         except OSError as error:
-            raise UserError(f"data={error.filename or path} can't be read: {error.strerror or error}") from None
+            if error.filename is None:      # `replacing` has said what couldn't be written
+                raise
+            raise UserError(f"data={error.filename} can't be read: {error.strerror}") from None
         for ids in (self.train, self.val):
             if len(ids) and (top := largest(ids)) >= self.vocab_size:
                 raise UserError(f"data={path} has the id {top}, but vocab_size={self.vocab_size}")
@@ -213,8 +230,11 @@ class Data:
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def validation(self, batches, batch_size):
-        """At most `batches` batches, spread evenly over the validation tokens, the same ones at every call."""
+        """At most `batches` batches, spread evenly over the validation tokens, the same ones at every call; none where no
+        window fits."""
         places = len(self.val) - self.block_size
+        if places < 1:
+            return
         count = min(batches * batch_size, 1 + (places - 1) // self.block_size)
         if count > batch_size:
             count -= count % batch_size                                      # full batches: one shape to compile
@@ -275,17 +295,14 @@ def join_texts(folder, path):
     files = [f for f in root.rglob("*" if folder else "*.py") if f.is_file() and f.resolve() != path.resolve()
              and not any(part in skip or part.startswith(".") for part in f.relative_to(root).parts)]
     files.sort(key=lambda f: hashlib.sha256(f.relative_to(root).as_posix().encode()).digest())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(path.name + ".part")
-    with open(partial_path, "wb") as out:
+    with replacing(path) as out:
         for file in files:
             with open(file, "rb") as text:
                 if b"\0" not in text.read(4096):
                     text.seek(0)
                     shutil.copyfileobj(text, out)
-    if partial_path.stat().st_size == 0:
-        raise UserError(f"data={root} holds no text files")
-    os.replace(partial_path, path)
+        if out.tell() == 0:
+            raise UserError(f"data={root} holds no text files")
     return path
 
 
@@ -409,21 +426,33 @@ def learning_rate(step, args):
 # --------------------------------------------------------------------------------------------------------------
 # Files that survive: a checkpoint is replaced whole or not at all, the log never runs ahead of it
 
-def save(path, args, config, tokenizer, master, step, run):
-    """Writes a checkpoint beside `path`, makes sure that it is on the disk, then renames it. OSError if it can't be
-    written, the old one untouched. `run` is a number shared by all files of one run."""
-    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": vars(args), "tokenizer": tokenizer.kind,
-            "step": step, "run": run, **master.state()}
+@contextmanager
+def replacing(path):
+    """A binary file to write, which takes the place of `path` when it's complete and on the disk; if anything goes wrong
+    before, the old file stays. Raises OSError with the path and the reason if it can't be written."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
-            torch.save(ckpt, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except (OSError, RuntimeError) as error:      # torch's writer turns a full disk into a RuntimeError
+    except BaseException as error:
         part.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be saved: {str(error).splitlines()[0]}") from None
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.filename in (None, str(part)):
+            raise OSError(f"{path} can't be written: {cause.strerror}") from None
+        if isinstance(error, RuntimeError):      # torch's writer, when a write came out short
+            raise OSError(f"{path} can't be written: is the disk full?") from None
+        raise
+
+
+def save(path, args, config, tokenizer, master, step, run_id):
+    """Writes a checkpoint. run_id: a number that all files of one run share. Raises OSError."""
+    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options, "tokenizer": tokenizer.kind,
+            "step": step, "run": run_id, **master.state()}
+    with replacing(path) as file:
+        torch.save(ckpt, file)
 
 
 class Log:
@@ -433,11 +462,9 @@ class Log:
     def __init__(self, path, header, step):
         kept = []
         if step and path.is_file():
-            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]    # whole ones
-            kept = [line for line in lines if line.get("step", 0) <= step]
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept or [header]))
-        os.replace(part, path)
+            kept = [r for r in map(parse_record, path.read_bytes().splitlines()) if r and r.get("step", 0) <= step]
+        with replacing(path) as file:
+            file.write("".join(json.dumps(record) + "\n" for record in kept or [header]).encode())
         self.file = open(path, "a", buffering=1)
 
     def write(self, record):
@@ -446,6 +473,15 @@ class Log:
             self.file.write(json.dumps(record) + "\n")
         except OSError:
             pass
+
+
+def parse_record(line):
+    """A line of the log -> dict, or None if it was cut or damaged."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -468,17 +504,15 @@ class Diverged(Exception):
 
 
 class Interrupt:
-    """SIGINT and SIGTERM ask for a clean end: `number` is then set. Another, over a second later, ends at once."""
+    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends the process at once."""
 
     def __init__(self):
-        self.number, self.at = None, 0.0
+        self.number = None
         self.old = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(self, number, frame):
-        if self.number is None:
-            self.number, self.at = number, time.monotonic()
-        elif time.monotonic() - self.at > 1:      # within the second: a launcher passing on the terminal's own Ctrl-C
-            os._exit(128 + number)
+        self.number = self.number or number
+        signal.signal(number, signal.SIG_DFL)
 
     def restore(self):
         for number, handler in self.old.items():
@@ -538,6 +572,8 @@ class Progress:
         self.read()
         record, self.record = self.record, None
         if validate and (value := validate()) is not None:
+            if not math.isfinite(value):
+                raise Diverged(f"the validation loss is {value} after step {record['step']}")
             record["val_loss"] = value
         self.log.write(record)
         self.last = {**self.last, **record}
@@ -605,7 +641,17 @@ def build(name, args, config, ckpt, device):
     return model, master
 
 
-def fit(name, args, data, ckpt, run, stop):
+@torch.no_grad()
+def check_health(model, idx, targets, args, step):
+    """Raises Diverged if the model, as it is after `step`, has no finite loss. A checkpoint should not hold that."""
+    model.eval()
+    loss = float(model.loss(idx[:args.micro_batch], targets[:args.micro_batch]))
+    model.train()
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss is {loss} after step {step}")
+
+
+def fit(name, args, data, ckpt, run_id, stop):
     """Trains one model, from `ckpt` if there is one, and saves it as out/NAME.pt. Returns the model and its Progress.
 
     After a signal it saves and returns early. Raises UserError, Diverged, and OSError if the end can't be saved."""
@@ -615,35 +661,43 @@ def fit(name, args, data, ckpt, run, stop):
     model, master = build(name, args, config, ckpt, device)
     path, step = Path(args.out) / f"{name}.pt", ckpt["step"] if ckpt else 0
     log = Log(path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl"),
-              {"config": asdict(config), "options": vars(args), "parameters": model.num_params()}, step)
+              {"config": asdict(config), "options": args.options, "parameters": model.num_params()}, step)
     progress = Progress("target" if name == "ckpt" else name, args, log, step, flops_per_token(config),
                         peak_flops(device), device, master.scale != 1)
     validate = partial(evaluate, model, data, args, device, stop)
-    store = partial(save, path, args, config, data.tokenizer, master, run=run)
     saved = step if ckpt else None
-    with progress.bar:
-        idx, targets = to_device(data.batch(step, args.batch_size), device)
-        while step < args.max_steps and not stop.number:
-            torch.manual_seed(derive(args.seed, "dropout", step))
-            lr = learning_rate(step, args)
-            loss = backward(model, master, idx, targets, args)
-            norm = master.step(lr)
-            step += 1
-            progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
-            idx, targets = to_device(data.batch(step, args.batch_size), device)      # while the device works
-            if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
-                progress.flush(validate)
-            if step < args.max_steps and args.save_every and step % args.save_every == 0:
-                progress.flush()
-                try:
-                    store(step=step)
-                    saved = step
-                except OSError as error:      # training goes on: there may be room again before the end
-                    progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
-                progress.restart()
+
+    def store():
+        nonlocal saved
         progress.flush()
-    if saved != step:
-        store(step=step)
+        check_health(model, idx, targets, args, step)
+        save(path, args, config, data.tokenizer, master, step, run_id)
+        saved = step
+
+    try:
+        with progress.bar:
+            idx, targets = to_device(data.batch(step, args.batch_size), device)
+            while step < args.max_steps and not stop.number:
+                torch.manual_seed(derive(args.seed, "dropout", step))
+                lr = learning_rate(step, args)
+                loss = backward(model, master, idx, targets, args)
+                norm = master.step(lr)
+                step += 1
+                progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
+                idx, targets = to_device(data.batch(step, args.batch_size), device)      # while the device works
+                if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+                    progress.flush(validate)
+                if step < args.max_steps and args.save_every and step % args.save_every == 0:
+                    try:
+                        store()
+                    except OSError as error:      # training goes on: there may be room again before the end
+                        progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
+                    progress.restart()
+            if saved != step:
+                store()
+    except Diverged as error:
+        kept = "nothing was saved" if saved is None else f"{path} keeps step {saved}"
+        raise Diverged(f"{error}; {kept}, and a lower --lr may help") from None
     return model, progress
 
 
@@ -702,34 +756,80 @@ def sample_text(model, tokenizer, args, stop, n=200):
     return tokenizer.decoder()(ids, final=True)
 
 
+def check_memory(args, config, device):
+    """UserError if float32 masters, gradient and two moments, or one batch of ids, are more than the machine's memory."""
+    C = config.n_embd
+    parameters = C * (config.padded_vocab + config.block_size + 12 * config.n_layer * C)
+    need = 16 * parameters + 16 * args.batch_size * args.block_size
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf"):
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if need > there:
+        raise UserError(f"{parameters:,} parameters and {args.batch_size * args.block_size:,} tokens a step need at least "
+                        f"{need / 2 ** 30:,.0f} GiB, and this machine has {there / 2 ** 30:,.0f}")
+
+
+@contextmanager
+def own_folder(out):
+    """Makes the folder and keeps it for this run alone while it lasts. Raises UserError if that can't be."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out} can't be made a folder: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"out={out} can't be written to")
+    folder = None
+    if fcntl:
+        folder = os.open(out, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)               # let go of when the process ends, however
+        except BlockingIOError:
+            os.close(folder)
+            raise UserError(f"out={out} is in use by another run") from None
+        except OSError:      # a file system without locks
+            pass
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.close(folder)
+
+
+def load_draft(args, ckpt):
+    """The draft model's checkpoint, if it belongs to the same run as the target's."""
+    path = Path(args.out) / "draft.pt"
+    draft = load_checkpoint(path) if ckpt and args.draft and path.is_file() else None
+    return draft if draft and draft["run"] == ckpt["run"] else None
+
+
 def run(argv):
     """Trains the target, then its draft. Returns the exit code."""
     args, ckpt = parse(argv)
-    sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out={args.out} can't be made a folder: {error.strerror}") from None
-    data = Data(args)
-    args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
-    draft = draft_options(args) if args.draft else None
-    for options in filter(None, (args, draft)):
-        config_from(options, data)      # says what doesn't fit before anything starts
-    announce(args, data)
-    number = ckpt["run"] if ckpt else time.time_ns()
-    stop = Interrupt()
-    try:
-        lines = []
-        model, progress = fit("ckpt", args, data, ckpt, number, stop)
-        lines.append(summary("ckpt", model, progress, args))
-        if draft and not stop.number:
-            path = Path(args.out) / "draft.pt"
-            old = load_checkpoint(path) if ckpt and path.is_file() else None
-            small, progress = fit("draft", draft, data, old if old and old["run"] == number else None, number, stop)
-            lines.append(summary("draft", small, progress, draft))
-        text = "" if stop.number else sample_text(model, data.tokenizer, args, stop)
-    finally:
-        stop.restore()
+    with own_folder(args.out):
+        data = Data(args)
+        if ckpt and ckpt["tokenizer"] != data.tokenizer.kind:
+            raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint was trained on {ckpt['tokenizer']}")
+        jobs = [("ckpt", args, ckpt)]
+        if args.draft:
+            jobs.append(("draft", draft_options(args), load_draft(args, ckpt)))
+        for _, options, _ in jobs:      # what doesn't fit is said before anything starts
+            check_memory(options, config_from(options, data), pick_device(options.device))
+        announce(args, data)
+        run_id = ckpt["run"] if ckpt else time.time_ns()
+        stop, models, lines, text = Interrupt(), [], [], ""
+        try:
+            for name, options, start in jobs:
+                if not stop.number:
+                    model, progress = fit(name, options, data, start, run_id, stop)
+                    models.append(model)
+                    lines.append(summary(name, model, progress, options))
+            if not stop.number:
+                text = sample_text(models[0], data.tokenizer, args, stop)
+        finally:
+            stop.restore()
     if stop.number:
         print(f"train.py: stopped and saved; go on with: python train.py --resume --out={args.out}", file=sys.stderr)
         return 128 + stop.number
@@ -740,6 +840,9 @@ def run(argv):
 def main(argv=None):
     """The program. What goes wrong is said in one sentence: 2 for what the user can mend, 1 for what broke on the way,
     128 + n after signal n."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")          # a terminal that can't show a character shows a question mark
     code = 1
     try:
         return run(argv)
@@ -747,9 +850,7 @@ def main(argv=None):
         message, code = error, 2
     except torch.OutOfMemoryError:
         message, code = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2
-    except Diverged as error:
-        message = f"{error}; the last checkpoint is from before it, a lower --lr may help"
-    except OSError as error:
+    except (Diverged, OSError) as error:
         message = error
     except KeyboardInterrupt:
         message, code = "stopped before the first step", 130

@@ -127,6 +127,16 @@ def test_a_reader_that_leaves(ckpt):
     assert len(result.stdout) == 5 and b"Traceback" not in result.stderr and b"Exception" not in result.stderr
 
 
+def test_streams_that_are_full_or_closed(ckpt):
+    def run(redirection):
+        command = f"{sys.executable} sample.py --ckpt={ckpt} --device=cpu --max_new_tokens=5 {redirection}"
+        return subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=60, text=True)
+    for redirection, code, words in ((">/dev/full", 1, "No space left"), (">&-", 2, "standard output"),
+                                     ("--prompt=@- <&-", 2, "standard input"), ("2>&-", 0, "")):
+        result = run(redirection)
+        assert result.returncode == code and words in result.stderr and "Traceback" not in result.stderr, redirection
+
+
 @pytest.mark.parametrize("option", ["--top_k=0", "--top_k=-1", "--top_p=0", "--top_p=2", "--temperature=-1",
                                     "--temperature=nan", "--num_samples=0", "--max_new_tokens=-1", "--device=cuda:99"])
 def test_bad_options(ckpt, capsys, option):
