@@ -214,9 +214,10 @@ class Data:
             if error.filename is None:      # `replacing` has said what couldn't be written
                 raise
             raise UserError(f"data={error.filename} can't be read: {error.strerror}") from None
-        for ids in (self.train, self.val):
-            if len(ids) and (top := largest(ids)) >= self.vocab_size:
-                raise UserError(f"data={path} has the id {top}, but vocab_size={self.vocab_size}")
+        if self.vocab_size <= np.iinfo(self.train.dtype).max:      # else no id can be too large
+            for ids in (self.train, self.val):
+                if len(ids) and (top := largest(ids)) >= self.vocab_size:
+                    raise UserError(f"data={path} has the id {top}, but vocab_size={self.vocab_size}")
 
     def batch(self, step, batch_size):
         """Inputs and targets of one step, (B, T) int64 each: windows at random places, a function of (seed, step)
@@ -282,7 +283,8 @@ def need(ids, path, block_size):
 def largest(ids):
     """The largest id, read 16 million at a time."""
     step = 2 ** 24
-    return max(int(ids[i:i + step].max()) for i in range(0, len(ids), step))
+    starts = tqdm(range(0, len(ids), step), "reading ids", leave=False, disable=len(ids) < 50 * step)
+    return max(int(ids[i:i + step].max()) for i in starts)
 
 
 def join_texts(folder, path):
