@@ -13,6 +13,7 @@ never writes that matrix. The chapter goes there in five steps, each exact, each
 Papers: FlashAttention (Dao et al. 2022, 2205.14135), FlashAttention-2 (Dao 2023, 2307.08691), online softmax
 (Milakov & Gimelshein 2018, 1805.02867), recomputation (Chen et al. 2016, 1604.06174).
 
+    python flash.py                           the chapter's claims, predicted beside measured, on this machine
     python -m pytest tests/test_flash.py      on a GPU; on a CPU the kernels run in Triton's interpreter
 
 Without Triton steps 1 to 3 are NumPy and torch as before, and attention and loss use torch's own operators. What it
@@ -242,16 +243,16 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_lo
     end = tl.minimum(Tk, i + BLOCK_M + Tk - Tq) if CAUSAL else Tk
     for j in range(0, end, BLOCK_N):
         K = k_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
-        S = tl.dot(Q, K.T, input_precision=PRECISION) * scale_log2           # (BLOCK_M, BLOCK_N)
+        S = tl.dot(Q, K.T, input_precision=PRECISION)                        # (BLOCK_M, BLOCK_N), not yet scaled
         if j + BLOCK_N > (tl.minimum(Tk, i + Tk - Tq + 1) if CAUSAL else Tk):      # the only tiles with a mask
             cols = j + tl.arange(0, BLOCK_N)
             seen = cols[None, :] < Tk
             if CAUSAL:
                 seen = seen & (cols[None, :] <= rows[:, None] + Tk - Tq)
             S = tl.where(seen, S, float("-inf"))
-        m_new = tl.maximum(m, tl.max(S, 1))
+        m_new = tl.maximum(m, tl.max(S, 1) * scale_log2)                     # scale > 0
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)                  # nothing seen yet: -inf - -inf is no number
-        P, alpha = tl.exp2(S - safe[:, None]), tl.exp2(m - safe)
+        P, alpha = tl.exp2(S * scale_log2 - safe[:, None]), tl.exp2(m - safe)      # one multiply-add a score
         l = l * alpha + tl.sum(P, 1)
         V = v_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
         O = tl.dot(P.to(V.dtype), V, O * alpha[:, None], input_precision=PRECISION)
@@ -464,6 +465,8 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     check_attention(q, k, v, causal)
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     if has_kernels(q) and q.size(-1) <= 256 and q.numel() and k.numel():
+        if scale <= 0:                                                       # the kernel takes the maximum before it scales
+            q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
         o, lse = flash_forward(q, k, v, causal, scale)
         return (o, lse / LOG2E) if return_lse else o
     if return_lse or k.size(2) == 0:
@@ -581,3 +584,152 @@ def linear_cross_entropy(x, w, targets, vocab_size):
     negative where a row doesn't count. -> float32 scalar (float64 for float64)."""
     with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     return LinearCrossEntropy.apply(x, w, targets, vocab_size, with_grad)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The chapter's claims, predicted beside measured: python flash.py
+
+SHAPES = [(16, 12, 1024, 64, True), (64, 12, 1024, 64, True), (4, 32, 4096, 64, True), (4, 16, 4096, 128, True),
+          (2, 16, 16384, 128, True), (4, 32, 4096, 64, False), (4, 16, 4096, 128, False)]      # B, nh, T, hs, causal
+
+
+def relative(a, b):
+    """The error of a against b, in the Frobenius norm."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def saved_bytes(f):
+    """Bytes that autograd keeps for the backward of f(), each memory counted once."""
+    kept = {}
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        f()
+    return sum(kept.values())
+
+
+def peak_bytes(f):
+    """Bytes of GPU memory that f() needs beyond what is there already."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def race(contestants, rounds=3):
+    """{name: f} -> {name: milliseconds}, the median of several rounds in which all take turns."""
+    times = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, f in contestants.items():
+            times[name].append(triton.testing.do_bench(f, warmup=20, rep=60, return_mode="median"))
+    return {name: sorted(t)[rounds // 2] for name, t in times.items()}
+
+
+def attention_race(B, nh, T, hs, causal):
+    """TFLOP/s forward and backward of ours and of torch's two kernels, on bfloat16: {name: (forward, backward)}."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    q, k, v = (torch.randn(B, nh, T, hs, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    do = torch.randn_like(q)
+    flops = 4 * B * nh * T * T * hs / (2 if causal else 1)
+
+    def peer(backend):
+        def run():
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return run
+    forward = {"ours": lambda: flash_attention(q, k, v, causal), "FA2": peer(SDPBackend.FLASH_ATTENTION),
+               "cuDNN": peer(SDPBackend.CUDNN_ATTENTION)}
+    outputs = {name: f() for name, f in forward.items()}
+    backward = {name: lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for name, o in outputs.items()}
+    worst = max(relative(a, b) for a, b in zip((outputs["ours"], *backward["ours"]()), (outputs["FA2"], *backward["FA2"]())))
+    assert worst < 2e-2, f"the answers differ by {worst}"                    # what is timed is right
+    with torch.no_grad():
+        there = race(forward)
+    back = race(backward)
+    return {name: (flops / there[name] / 1e9, 2.5 * flops / back[name] / 1e9) for name in forward}
+
+
+def show_tiling():
+    print("1  tiling: numbers read for a product (128, 96) @ (96, 64)")
+    a, b = np.random.randn(128, 96), np.random.randn(96, 64)
+    for block in (1, 8, 32):
+        c, read = matmul_tiled(a, b, block)
+        print(f"   block {block:3}: predicted 2 M N K / b = {2 * 128 * 64 * 96 // block:9,}, measured {read:9,}, "
+              f"error {abs(c - a @ b).max():.0e}")
+
+
+def show_softmax(gpu, rows):
+    print("2  online softmax: 3 passes over the row instead of 4, so predicted 1.33 times as fast where memory is all")
+    for n in rows:
+        if gpu:
+            x = torch.randn(2 ** 28 // n, n, device="cuda")
+            t = race({"safe": lambda: softmax_rows(x, online=False), "online": lambda: softmax_rows(x)})
+            print(f"   rows of {n:6}: measured {t['safe'] / t['online']:.2f}, {12 * x.numel() / t['online'] / 1e6:,.0f} GB/s")
+        else:
+            x = np.random.randn(n)
+            print(f"   a row of {n:6}: error {abs(softmax_online(x) - softmax_safe(x)).max():.0e}")
+
+
+def show_recomputation(device):
+    print("3  recomputation: bytes that an MLP with N, C, H = 512, 256, 1024 keeps for backward")
+    x, w1, w2 = (torch.randn(*s, device=device, requires_grad=True) for s in ((512, 256), (1024, 256), (256, 1024)))
+    kept = saved_bytes(lambda: F.gelu(x @ w1.t()) @ w2.t()) - saved_bytes(lambda: RecomputedMLP.apply(x, w1, w2))
+    print(f"   predicted 2 N H numbers less = {2 * 512 * 1024 * 4:,} bytes, measured {kept:,}")
+
+
+def show_attention(gpu, lengths, shapes):
+    print("4  attention: memory of forward against T" if gpu else "4  attention: tiled, in NumPy")
+    for T in lengths:
+        if gpu:
+            q = torch.randn(1, 8, T, 64, device="cuda", dtype=torch.bfloat16)
+            naive, ours = peak_bytes(lambda: attention_naive(q, q, q)), peak_bytes(lambda: flash_attention(q, q, q))
+            print(f"   T {T:5}: naive {naive / 2 ** 20:8,.0f} MiB = {naive / T ** 2:.0f} bytes a T^2, flash {ours / 2 ** 20:5.1f} MiB "
+                  f"= {ours / T:,.0f} bytes a T, predicted 8 heads x (64 x 2 + 4) = 1,056")
+        else:
+            q = torch.randn(1, 1, T, 64, dtype=torch.float64)
+            o, _ = attention_tiled(*[q[0, 0].numpy()] * 3, block=64)
+            print(f"   T {T:5}: error {abs(o - attention_naive(q, q, q)[0][0, 0].numpy()).max():.0e}")
+    if gpu:
+        print(f"   {'TFLOP/s, bfloat16':34} forward: ours   FA2 cuDNN   ratios     backward: ours   FA2 cuDNN   ratios")
+        for shape in shapes:
+            r = attention_race(*shape)
+            ours, fa2, cudnn = r["ours"], r["FA2"], r["cuDNN"]
+            cells = [f"{ours[i]:12.0f} {fa2[i]:5.0f} {cudnn[i]:5.0f}   {ours[i] / fa2[i]:.2f} {ours[i] / cudnn[i]:.2f}" for i in (0, 1)]
+            print(f"   {str(shape[:4]):22} {'causal' if shape[4] else 'full':7} {cells[0]}    {cells[1]}")
+
+
+def show_loss(gpu, tokens):
+    V, width, N, C = (50257, 50304, tokens, 768) if gpu else (257, 320, 64, 32)
+    print(f"5  loss: {N} tokens, {V} ids")
+    device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float64)
+    x, w = (torch.randn(n, C, device=device, dtype=dtype).requires_grad_() for n in (N, width))
+    targets = torch.randint(0, V, (N,), device=device)
+
+    def whole():
+        return F.cross_entropy((x @ w.t())[:, :V].to(torch.promote_types(dtype, torch.float32)), targets, reduction="sum")
+
+    def chunked():
+        return linear_cross_entropy(x, w, targets, V)
+    if gpu:
+        t = race({"whole": lambda: whole().backward(), "chunked": lambda: chunked().backward()})
+        print(f"   whole {peak_bytes(lambda: whole().backward()) / 2 ** 30:.1f} GiB, {t['whole']:.1f} ms; in chunks "
+              f"{peak_bytes(lambda: chunked().backward()) / 2 ** 30:.1f} GiB, {t['chunked']:.1f} ms")
+    print(f"   difference {relative(chunked().detach(), whole().detach()):.0e}")
+
+
+def chapter(shapes=SHAPES, lengths=(1024, 2048, 4096), rows=(8192, 16384, 32768, 65536), tokens=32768):
+    """Prints the tables: times and memory on a GPU, exactness on a CPU."""
+    gpu = triton is not None and torch.cuda.is_available()
+    print(f"on {torch.cuda.get_device_name()}" if gpu else "on a CPU: exactness, no times")
+    show_tiling()
+    show_softmax(gpu, rows)
+    show_recomputation("cuda" if gpu else "cpu")
+    show_attention(gpu, lengths, shapes)
+    show_loss(gpu, tokens)
+
+
+if __name__ == "__main__":
+    chapter()

@@ -351,6 +351,8 @@ class Tokenizer:
     tokens came without their text (nanoGPT's train.bin), so a prompt is numbers and so is the output."""
 
     def __init__(self, kind):
+        if kind not in ("bytes", "ids"):
+            raise UserError(f"this version knows no tokenizer {kind!r}")
         self.kind = kind
 
     def encode(self, text):
@@ -385,15 +387,18 @@ def load_checkpoint(path):
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; `python train.py` makes one")
     try:
+        path.open("rb").close()
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except PermissionError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
         raise UserError(f"{path} ({path.stat().st_size} bytes) is not a checkpoint, or not a whole one") from None
     if not isinstance(ckpt, dict) or ckpt.get("format") != CHECKPOINT:
         raise UserError(f"{path} is not a {CHECKPOINT} checkpoint")
     try:
         shapes = {name: p.shape for name, p in GPT(config_of(ckpt), seed=None).named_parameters()}
-        parts = [ckpt["model"], *ckpt["moments"].values()]
-        whole = all({name: t.shape for name, t in part.items()} == shapes for part in parts)
+        parts = [ckpt["model"], ckpt["moments"]["exp_avg"], ckpt["moments"]["exp_avg_sq"]]
+        whole = {"options", "tokenizer", "tokens", "step", "run", "updates", "scaler"} <= ckpt.keys() and all({name: t.shape for name, t in part.items()} == shapes for part in parts)
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

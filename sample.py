@@ -11,6 +11,11 @@ error.
 Each new token costs a forward of the whole context: the plain way, and the oracle for every faster one.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)      # Ctrl-C while torch is being imported: no traceback
+
 import os
 import sys
 import time
@@ -103,6 +108,7 @@ def run(argv):
 def main(argv=None):
     """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after Ctrl-C,
     141 when the reader of a pipe has left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(argv)
         return 0

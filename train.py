@@ -15,6 +15,11 @@ masters and loss scaling (Micikevicius et al. 2017, 1710.03740); MFU (Chowdhery 
 Reads top to bottom: options, data, the optimizer, checkpoints, the loop, the program.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)      # Ctrl-C while torch is being imported: no traceback
+
 import argparse
 import hashlib
 import importlib.util
@@ -22,7 +27,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import sysconfig
 import time
@@ -133,7 +137,7 @@ def preset_table():
 
 
 def parse(argv=None):
-    """Command line -> (options, the checkpoint to go on from or None). Raises UserError.
+    """Command line -> (options, the checkpoint to start from or None). Raises UserError.
 
     Defaults of an option that isn't typed come from the preset; with --resume, from the run that wrote the checkpoint.
     Which preset and which checkpoint is itself on the command line: so it's read once for those, and once for all."""
@@ -141,36 +145,38 @@ def parse(argv=None):
     typed = parser.parse(argv)
     if typed.resume and typed.init_from:
         raise UserError("--resume goes on from out/ckpt.pt and --init_from starts anew; give one of them")
-    ckpt = load_checkpoint(Path(typed.out) / "ckpt.pt") if typed.resume else None
-    source = ckpt or (load_checkpoint(typed.init_from) if typed.init_from else None)
-    preset = typed.preset or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
-    defaults = dict(PRESETS[preset], preset=preset, draft=preset in DRAFTS, micro_batch=None)
+    path = Path(typed.out) / "ckpt.pt" if typed.resume else typed.init_from
+    start = load_checkpoint(path) if path else None
+    before = start["options"] if typed.resume else {}
+    preset = typed.preset or before.get("preset") or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
+    defaults = dict(PRESETS[preset], draft=preset in DRAFTS, micro_batch=None)
+    defaults.update({name: value for name, value in before.items() if name not in ("out", "resume")})
+    fixed = {name: start["config"][name] for name in ARCHITECTURE if name != "dropout"} if start else {}
+    for name, value in {**fixed, "preset": before.get("preset", preset)}.items():
+        if getattr(typed, name) not in (None, value):
+            raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}, which can't change")
+    defaults.update(fixed, preset=preset)
     if typed.lr is not None:
         defaults["min_lr"] = typed.lr / 10
-    if ckpt:
-        defaults.update({name: value for name, value in ckpt["options"].items() if name not in ("out", "resume")})
-    if source:
-        fixed = {name: source["config"][name] for name in ARCHITECTURE if name != "dropout"}
-        for name, value in fixed.items():
-            if getattr(typed, name) not in (None, value):
-                raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}: "
-                                "an architecture can't change")
-        defaults.update(fixed)
     parser.set_defaults(**defaults)
     args = parser.parse(argv)
     args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
-    args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for
+    args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for, not as resolved
     if args.micro_batch is None and args.batch_size > 0:
-        limit = min(PRESETS[args.preset]["micro_batch"], args.batch_size)
+        limit = min(PRESETS[preset]["micro_batch"], args.batch_size)
         args.micro_batch = max(n for n in range(1, limit + 1) if args.batch_size % n == 0)
     check(args)
-    return args, ckpt
+    args.device = pick_device(args.device)
+    args.dtype = pick_dtype(args.dtype, args.device)
+    if args.compile is None:      # on CUDA torch.compile needs Triton
+        args.compile = args.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return args, start
 
 
 def check(args):
     """UserError for values that no run can use. GPTConfig checks the shapes."""
-    for name in ("batch_size", "micro_batch", "eval_batches"):
-        if getattr(args, name) < 1:
+    for name in ("batch_size", "micro_batch", "eval_batches", "vocab_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 1")
     for name in ("max_steps", "decay_steps", "warmup_steps", "eval_every", "save_every", "lr", "min_lr", "weight_decay",
                  "grad_clip", "seed"):
@@ -211,8 +217,6 @@ class Data:
                     path = join_texts(path, Path(args.out) / "text.txt")
                 self.train, self.val = split(read_array(path, np.uint8), path, self.block_size)
         except OSError as error:
-            if error.filename is None:      # `replacing` has said what couldn't be written
-                raise
             raise UserError(f"data={error.filename} can't be read: {error.strerror}") from None
         if self.vocab_size <= np.iinfo(self.train.dtype).max:      # else no id can be too large
             for ids in (self.train, self.val):
@@ -347,8 +351,8 @@ class Master:
             part.grad = self.grad[cut]
             moments = {key: moment[cut] for key, moment in self.moments.items()}
             self.adamw.state[part] = {"step": torch.zeros((), device=part.device), **moments}
-        self.clip = args.grad_clip
-        self.scale, self.good_steps = (2.0 ** 16 if dtype == torch.float16 else 1.0), 0
+        self.clip, self.scaled = args.grad_clip, dtype == torch.float16
+        self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
 
     def views(self, flat):
         """A flat vector cut into {name: tensor of that parameter's shape}."""
@@ -371,7 +375,7 @@ class Master:
     def step(self, lr):
         """One AdamW step with the accumulated gradient, clipped to norm `clip`. Returns the norm before clipping, a
         scalar on the device: nothing here waits for the GPU but float16's look at overflow."""
-        if self.scale != 1:
+        if self.scaled:
             self.grad /= self.scale
         norm = torch.linalg.vector_norm(self.grad)
         if self.update_scale(norm):
@@ -387,7 +391,7 @@ class Master:
 
     def update_scale(self, norm):
         """float16's loss scaler: True if the step is to be taken."""
-        if self.weights.dtype != torch.float16:
+        if not self.scaled:
             return True
         good = bool(norm.isfinite())
         self.good_steps = self.good_steps + 1 if good else 0
@@ -402,7 +406,7 @@ class Master:
         updates = next(iter(self.adamw.state.values()))["step"]
         return {"model": self.views(self.master.cpu()), "updates": int(updates),
                 "moments": {key: self.views(moment.cpu()) for key, moment in self.moments.items()},
-                "scaler": {"scale": self.scale, "good_steps": self.good_steps}}
+                "scaler": {"scale": self.scale, "good_steps": self.good_steps} if self.scaled else None}
 
     @torch.no_grad()
     def load(self, state):
@@ -410,10 +414,13 @@ class Master:
         for flat, named in ((self.master, state["model"]), *((m, state["moments"][k]) for k, m in self.moments.items())):
             for name, view in self.views(flat).items():
                 view.copy_(named[name])
+            if not flat.isfinite().all():
+                raise UserError("the checkpoint holds moments that are not numbers")
         for group in self.adamw.state.values():
             group["step"].fill_(state["updates"])
         self.weights.copy_(self.master)
-        self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
+        if self.scaled and state["scaler"]:
+            self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
 
 
 def learning_rate(step, args):
@@ -426,47 +433,66 @@ def learning_rate(step, args):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Files that survive: a checkpoint is replaced whole or not at all, the log never runs ahead of it
+# Files that survive: each is replaced whole or not at all
+
+class WriteError(Exception):
+    """A file could not be written."""
+
 
 @contextmanager
 def replacing(path):
-    """A binary file to write, which takes the place of `path` when it's complete and on the disk; if anything goes wrong
-    before, the old file stays. Raises OSError with the path and the reason if it can't be written."""
+    """A binary file to write, which takes the place of `path` when it's complete and on the disk. If anything goes wrong
+    before, the old file stays; if the writing does, WriteError says why."""
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        file = open(part, "wb")
+    except OSError as error:
+        raise WriteError(f"{path} can't be written: {error.strerror}") from None
+    try:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:      # torch's writer turns the first into the second
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.filename in (None, str(part)):
-            raise OSError(f"{path} can't be written: {cause.strerror}") from None
-        if isinstance(error, RuntimeError):      # torch's writer, when a write came out short
-            raise OSError(f"{path} can't be written: is the disk full?") from None
-        raise
+        if isinstance(cause, OSError) and cause.filename not in (None, str(part)):      # another file's, being copied
+            raise
+        raise WriteError(f"{path} can't be written: {getattr(cause, 'strerror', None) or 'is the disk full?'}") from None
+    finally:
+        try:
+            file.close()
+        except OSError:      # the disk is still full
+            pass
+        part.unlink(missing_ok=True)
 
 
-def save(path, args, config, tokenizer, master, step, run_id):
-    """Writes a checkpoint. run_id: a number that all files of one run share. Raises OSError."""
-    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options, "tokenizer": tokenizer.kind,
-            "step": step, "run": run_id, **master.state()}
+def save(path, args, config, data, master, step, run_id):
+    """Writes a checkpoint. run_id: a number that all files of one run share. Raises WriteError."""
+    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options, "tokenizer": data.tokenizer.kind,
+            "tokens": len(data.train) + len(data.val), "step": step, "run": run_id, **master.state()}
     with replacing(path) as file:
         torch.save(ckpt, file)
 
 
-class Log:
-    """One JSON object a line, the configuration first. A resumed run drops the lines of steps after its checkpoint,
-    which it takes again."""
+def read_log(path, step):
+    """The log's records up to `step`, those after it being taken again by a resumed run. Damaged lines are left out."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
+            records.append(record)
+    return records
 
-    def __init__(self, path, header, step):
-        kept = []
-        if step and path.is_file():
-            kept = [r for r in map(parse_record, path.read_bytes().splitlines()) if r and r.get("step", 0) <= step]
+
+class Log:
+    """One JSON object a line, the configuration first."""
+
+    def __init__(self, path, header, records):
         with replacing(path) as file:
-            file.write("".join(json.dumps(record) + "\n" for record in kept or [header]).encode())
+            file.write("".join(json.dumps(record) + "\n" for record in (header, *records)).encode())
         self.file = open(path, "a", buffering=1)
 
     def write(self, record):
@@ -475,15 +501,6 @@ class Log:
             self.file.write(json.dumps(record) + "\n")
         except OSError:
             pass
-
-
-def parse_record(line):
-    """A line of the log -> dict, or None if it was cut or damaged."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -525,11 +542,11 @@ class Progress:
     """The bar and the log, one step behind the device. A step's numbers travel to the host while the next step is
     being launched, and are read after that: to ask for them at once would leave the device idle meanwhile."""
 
-    def __init__(self, name, args, log, start, flops, peak, device, scaled):
-        self.bar = tqdm(desc=name, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True)
-        self.log, self.tokens, self.flops = log, args.batch_size * args.block_size, flops
-        self.peak, self.cuda, self.scaled = peak, device.type == "cuda", scaled
-        self.record, self.seconds, self.last = None, 0.0, {}
+    def __init__(self, title, args, log, start, last, flops, scaled):
+        self.bar = tqdm(desc=title, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True)
+        self.log, self.tokens, self.flops, self.scaled = log, args.batch_size * args.block_size, flops, scaled
+        self.peak, self.cuda = peak_flops(args.device), args.device.type == "cuda"
+        self.record, self.seconds, self.last = None, 0.0, last
         self.restart()
 
     def restart(self):
@@ -596,17 +613,19 @@ def to_device(tensors, device):
 
 
 @torch.no_grad()
-def evaluate(model, data, args, device, stop):
+def evaluate(model, data, args, stop):
     """Mean loss over the validation batches; None if there are none, or if the run is being stopped."""
     model.eval()
     losses, weights = [], []
     for idx, targets in data.validation(args.eval_batches, args.batch_size):
-        for part, part_targets in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
-            if not stop.number:
-                losses.append(model.loss(*to_device((part, part_targets), device)))
-                weights.append(part.numel())
+        for part in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
+            losses.append(model.loss(*to_device(part, args.device)))
+            weights.append(part[0].numel())
+        if stop.number:
+            losses = []
+            break
     model.train()
-    return float(np.average(torch.stack(losses).cpu(), weights=weights)) if losses and not stop.number else None
+    return float(np.average(torch.stack(losses).cpu(), weights=weights)) if losses else None
 
 
 def backward(model, master, idx, targets, args):
@@ -629,56 +648,61 @@ def config_from(args, data):
     return GPTConfig(data.vocab_size, *(getattr(args, field) for field in ARCHITECTURE[1:]))
 
 
-def build(name, args, config, ckpt, device):
-    """-> the model on its device and the Master that trains it, from `ckpt`, from --init_from or from the seed."""
+def build(args, config, start):
+    """-> the model on its device and the Master that trains it. `start`: a checkpoint's dictionary, to go on from with
+    --resume, else to take the weights from; None: from the seed."""
     model = GPT(config, seed=args.seed, attention=args.attention)
-    if args.init_from and not ckpt and name == "ckpt":
-        model.load_state_dict(load_checkpoint(args.init_from)["model"])
-    model.to(device)
-    master = Master(model, pick_dtype(args.dtype, device), args)
-    if ckpt:
-        master.load(ckpt)
-    if compiles(args, device):
+    if start and not args.resume:
+        model.load_state_dict(start["model"])
+    model.to(args.device)
+    master = Master(model, args.dtype, args)
+    if start and args.resume:
+        master.load(start)
+    if args.compile:
         model.compile_blocks()
     return model, master
 
 
-@torch.no_grad()
-def check_health(model, idx, targets, args, step):
-    """Raises Diverged if the model, as it is after `step`, has no finite loss. A checkpoint should not hold that."""
-    model.eval()
-    loss = float(model.loss(idx[:args.micro_batch], targets[:args.micro_batch]))
-    model.train()
-    if not math.isfinite(loss):
-        raise Diverged(f"the loss is {loss} after step {step}")
+def check_health(model, master, idx, targets, args, step):
+    """Raises Diverged if the model, as it is after `step`, has no finite loss and gradient on its next batch: a run could
+    not go on from a checkpoint of it. The batch is taken again when it's due."""
+    loss = float(backward(model, master, idx, targets, args))
+    norm = float(torch.linalg.vector_norm(master.grad))
+    master.spent = True
+    if not math.isfinite(loss) or not (math.isfinite(norm) or master.scaled):
+        raise Diverged(f"the loss is {loss} and the gradient's norm {norm} after step {step}")
 
 
-def fit(name, args, data, ckpt, run_id, stop):
-    """Trains one model, from `ckpt` if there is one, and saves it as out/NAME.pt. Returns the model and its Progress.
+def fit(name, args, data, start, run_id, stop):
+    """Trains one model, from `start` if there is one, and saves it as out/NAME.pt. Returns the model and its Progress.
 
-    After a signal it saves and returns early. Raises UserError, Diverged, and OSError if the end can't be saved."""
-    device, config = pick_device(args.device), config_from(args, data)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    model, master = build(name, args, config, ckpt, device)
-    path, step = Path(args.out) / f"{name}.pt", ckpt["step"] if ckpt else 0
-    log = Log(path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl"),
-              {"config": asdict(config), "options": args.options, "parameters": model.num_params()}, step)
-    progress = Progress("target" if name == "ckpt" else name, args, log, step, flops_per_token(config),
-                        peak_flops(device), device, master.scale != 1)
-    validate = partial(evaluate, model, data, args, device, stop)
-    saved = step if ckpt else None
+    After a signal it saves and returns early. Raises UserError, Diverged, and WriteError if the end can't be saved."""
+    config, path = config_from(args, data), Path(args.out) / f"{name}.pt"
+    model, master = build(args, config, start)
+    step, saved = (start["step"], start["step"]) if start and args.resume else (0, None)
+    validate = partial(evaluate, model, data, args, stop)
+
+    def due(every):
+        return step == args.max_steps or (every and step % every == 0)
+    log_path = path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl")
+    records = read_log(log_path, step)
+    if records and due(args.eval_every) and "val_loss" not in records[-1] and (value := validate()) is not None:
+        records[-1]["val_loss"] = value      # the validation that a signal cut short
+    log = Log(log_path, {"config": asdict(config), "options": args.options, "parameters": model.num_params()}, records)
+    progress = Progress("target" if name == "ckpt" else name, args, log, step, dict(*records[-1:]), flops_per_token(config),
+                        master.scaled)
 
     def store():
         nonlocal saved
         progress.flush()
-        check_health(model, idx, targets, args, step)
-        save(path, args, config, data.tokenizer, master, step, run_id)
+        check_health(model, master, idx, targets, args, step)
+        save(path, args, config, data, master, step, run_id)
         saved = step
+        progress.restart()
 
     try:
         with progress.bar:
-            idx, targets = to_device(data.batch(step, args.batch_size), device)
+            idx, targets = to_device(data.batch(step, args.batch_size), args.device)
             while step < args.max_steps and not stop.number:
                 torch.manual_seed(derive(args.seed, "dropout", step))
                 lr = learning_rate(step, args)
@@ -686,19 +710,18 @@ def fit(name, args, data, ckpt, run_id, stop):
                 norm = master.step(lr)
                 step += 1
                 progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
-                idx, targets = to_device(data.batch(step, args.batch_size), device)      # while the device works
-                if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+                idx, targets = to_device(data.batch(step, args.batch_size), args.device)      # while the device works
+                if due(args.eval_every):
                     progress.flush(validate)
-                if step < args.max_steps and args.save_every and step % args.save_every == 0:
+                if due(args.save_every) and step < args.max_steps:
                     try:
                         store()
-                    except OSError as error:      # training goes on: there may be room again before the end
+                    except WriteError as error:      # there may be room again before the end
                         progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
-                    progress.restart()
             if saved != step:
                 store()
     except Diverged as error:
-        kept = "nothing was saved" if saved is None else f"{path} keeps step {saved}"
+        kept = f"{path} keeps step {saved}" if saved else "nothing was saved"
         raise Diverged(f"{error}; {kept}, and a lower --lr may help") from None
     return model, progress
 
@@ -706,21 +729,17 @@ def fit(name, args, data, ckpt, run_id, stop):
 # --------------------------------------------------------------------------------------------------------------
 # The program
 
-def compiles(args, device):
-    """Whether to use torch.compile: as asked, else on CUDA where Triton, which it needs there, is installed."""
-    if args.compile is not None:
-        return args.compile
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-def announce(args, data):
-    """One line on what runs where, and why not on something faster."""
-    device = pick_device(args.device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
-    why = "" if device.type == "cuda" or torch.cuda.is_available() else " (no CUDA GPU here)"
-    print(f"preset {args.preset} on {where}{why}: {str(pick_dtype(args.dtype, device)).split('.')[1]}, attention "
-          f"{args.attention}, {'compiled' if compiles(args, device) else 'not compiled'}; {len(data.train):,} training and "
-          f"{len(data.val):,} validation tokens, {args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
+def announce(args, data, start):
+    """One line on what runs where, and why not on something faster; another if the data isn't what it was."""
+    cuda = args.device.type == "cuda"
+    where = torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type}, {torch.get_num_threads()} threads"
+    print(f"preset {args.preset} on {where}{'' if torch.cuda.is_available() else ' (no CUDA GPU here)'}: "
+          f"{str(args.dtype).split('.')[1]}, attention {args.attention}, {'compiled' if args.compile else 'not compiled'}; "
+          f"{len(data.train):,} training and {len(data.val):,} validation tokens, "
+          f"{args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
+    tokens = len(data.train) + len(data.val)
+    if args.resume and start["tokens"] != tokens:
+        print(f"the data has {tokens:,} tokens, and had {start['tokens']:,} when the checkpoint was written", file=sys.stderr)
 
 
 def draft_options(args):
@@ -737,18 +756,17 @@ def summary(name, model, progress, args):
     last = progress.last
     numbers = f"loss {last['loss']:.4f}" if last else "nothing left to train"
     if "val_loss" in last:
-        numbers += f", val {last['val_loss']:.4f} (perplexity {math.exp(last['val_loss']):.2f})"
-    if torch.cuda.is_available():
-        numbers += f", {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB at the peak"
+        numbers += f", val {last['val_loss']:.4f} (perplexity {math.exp(min(last['val_loss'], 700)):.2f})"
+    if args.device.type == "cuda":
+        numbers += f", {torch.cuda.max_memory_allocated(args.device) / 2 ** 30:.1f} GiB at the peak"
     return (f"{Path(args.out) / name}.pt: {model.num_params():,} parameters, {args.max_steps} steps, "
             f"{progress.seconds:.1f} s of training; {numbers}")
 
 
 def sample_text(model, tokenizer, args, stop, n=200):
     """A text the model writes from nothing, n tokens long."""
-    device = next(model.parameters()).device
-    start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=device)
-    generator = torch.Generator(device).manual_seed(derive(args.seed, "sample"))
+    start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=args.device)
+    generator = torch.Generator(args.device).manual_seed(derive(args.seed, "sample"))
     ids = []
     with torch.compiler.set_stance("force_eager"):      # each length would be compiled anew
         for token in model.stream(start, n, 0.8, generator=generator):
@@ -758,13 +776,13 @@ def sample_text(model, tokenizer, args, stop, n=200):
     return tokenizer.decoder()(ids, final=True)
 
 
-def check_memory(args, config, device):
+def check_memory(args, config):
     """UserError if float32 masters, gradient and two moments, or one batch of ids, are more than the machine's memory."""
     C = config.n_embd
     parameters = C * (config.padded_vocab + config.block_size + 12 * config.n_layer * C)
     need = 16 * parameters + 16 * args.batch_size * args.block_size
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+    if args.device.type == "cuda":
+        there = torch.cuda.get_device_properties(args.device).total_memory
     elif hasattr(os, "sysconf"):
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
@@ -784,7 +802,7 @@ def own_folder(out):
     if not os.access(out, os.W_OK):
         raise UserError(f"out={out} can't be written to")
     folder = None
-    if fcntl:
+    if fcntl and os.access(out, os.R_OK):
         folder = os.open(out, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)               # let go of when the process ends, however
@@ -800,32 +818,42 @@ def own_folder(out):
             os.close(folder)
 
 
-def load_draft(args, ckpt):
-    """The draft model's checkpoint, if it belongs to the same run as the target's."""
+def load_draft(args, config, start):
+    """The draft's checkpoint to go on from: one of the same run and shape. Raises UserError if it's damaged."""
     path = Path(args.out) / "draft.pt"
-    draft = load_checkpoint(path) if ckpt and args.draft and path.is_file() else None
-    return draft if draft and draft["run"] == ckpt["run"] else None
+    if not args.resume or not path.is_file():
+        return None
+    try:
+        draft = load_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}; delete it to train the draft anew, or use --no-draft") from None
+    return draft if draft["run"] == start["run"] and draft["config"] == asdict(config) else None
 
 
 def run(argv):
     """Trains the target, then its draft. Returns the exit code."""
-    args, ckpt = parse(argv)
+    args, start = parse(argv)
     with own_folder(args.out):
         data = Data(args)
-        if ckpt and ckpt["tokenizer"] != data.tokenizer.kind:
-            raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint was trained on {ckpt['tokenizer']}")
-        jobs = [("ckpt", args, ckpt)]
+        if start and start["tokenizer"] != data.tokenizer.kind:
+            raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
+                            f"{start['tokenizer']}")
+        jobs = [("ckpt", args, start)]
         if args.draft:
-            jobs.append(("draft", draft_options(args), load_draft(args, ckpt)))
+            draft = draft_options(args)
+            jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
         for _, options, _ in jobs:      # what doesn't fit is said before anything starts
-            check_memory(options, config_from(options, data), pick_device(options.device))
-        announce(args, data)
-        run_id = ckpt["run"] if ckpt else time.time_ns()
+            check_memory(options, config_from(options, data))
+        announce(args, data, start)
+        run_id = start["run"] if args.resume else time.time_ns()
         stop, models, lines, text = Interrupt(), [], [], ""
         try:
-            for name, options, start in jobs:
+            for name, options, job_start in jobs:
                 if not stop.number:
-                    model, progress = fit(name, options, data, start, run_id, stop)
+                    if args.device.type == "cuda":
+                        torch.cuda.set_device(args.device)
+                        torch.cuda.reset_peak_memory_stats()
+                    model, progress = fit(name, options, data, job_start, run_id, stop)
                     models.append(model)
                     lines.append(summary(name, model, progress, options))
             if not stop.number:
@@ -842,6 +870,7 @@ def run(argv):
 def main(argv=None):
     """The program. What goes wrong is said in one sentence: 2 for what the user can mend, 1 for what broke on the way,
     128 + n after signal n."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")          # a terminal that can't show a character shows a question mark
@@ -852,7 +881,7 @@ def main(argv=None):
         message, code = error, 2
     except torch.OutOfMemoryError:
         message, code = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2
-    except (Diverged, OSError) as error:
+    except (Diverged, WriteError, OSError) as error:
         message = error
     except KeyboardInterrupt:
         message, code = "stopped before the first step", 130

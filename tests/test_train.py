@@ -282,7 +282,8 @@ def test_checkpoint_is_the_single_device_state(text, tmp_path):
 def test_resume_with_other_options(text, tmp_path, capsys):
     assert run(text, tmp_path, "--max_steps=2", "--batch_size=8") == 0
     log = tmp_path / "log.jsonl"
-    log.write_bytes(log.read_bytes() + b'{bad}\n[1]\n\xff\xfe\n{"step": 3, "lo')                     # damaged at its end
+    log.write_bytes(log.read_bytes() + b'{bad}\n[1]\n{"step": "a"}\n' + b"[" * 10 ** 5 +
+                    b'\n\xff\xfe\n{"step": 3, "lo')                     # damaged at its end
     resume = ["--resume", f"--out={tmp_path}"]
     assert train.main([*resume, "--max_steps=4", "--batch_size=6", "--lr=1e-3"]) == 0      # micro_batch is chosen anew
     assert [r["step"] for r in records(tmp_path)[1:]] == [1, 2, 3, 4]
@@ -290,6 +291,43 @@ def test_resume_with_other_options(text, tmp_path, capsys):
     np.zeros(100, np.uint16).tofile(tmp_path / "train.bin")
     refused(capsys, [*resume, f"--data={tmp_path / 'train.bin'}"], "ids", "bytes")
     refused(capsys, [*resume, "--init_from=x.pt"], "--init_from")
+
+
+def test_resume_follows_what_is_typed_and_says_what_it_cannot(text, tmp_path, capsys):
+    assert run(text, tmp_path, "--max_steps=2", "--draft") == 0
+    resume = ["--resume", f"--out={tmp_path}"]
+    args, _ = train.parse([*resume, "--lr=1e-5"])
+    assert args.lr == 1e-5 and abs(args.min_lr - 1e-6) < 1e-12
+    assert train.parse([*resume, "--lr=1e-5", "--min_lr=2e-6"])[0].min_lr == 2e-6
+    refused(capsys, [*resume, "--preset=baby"], "preset=baby", "preset=cpu")
+    old = torch.load(tmp_path / "draft.pt", weights_only=True)
+    changed = {**train.DRAFTS["cpu"], "n_embd": 32}                  # as a later version might have it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.DRAFTS, "cpu", changed)
+        text.with_name("more.txt").write_bytes(text.read_bytes() + b"more")
+        assert train.main([*resume, "--max_steps=4", "--lr=1e-3", f"--data={text.with_name('more.txt')}"]) == 0
+    assert "has 5,004 tokens, and had 5,000" in capsys.readouterr().err
+    assert load_checkpoint(tmp_path / "draft.pt")["config"]["n_embd"] == 32 != old["config"]["n_embd"]
+    log = records(tmp_path)
+    assert log[0]["options"]["lr"] == 1e-3 and [r["step"] for r in log[1:]] == [1, 2, 3, 4]
+
+
+def test_a_change_of_precision_starts_its_own_loss_scaler(text, tmp_path):
+    for dtype, scaler in (("float32", None), ("float16", 2.0 ** 16), ("bfloat16", None)):
+        steps = load_checkpoint(tmp_path / "ckpt.pt")["step"] + 2 if (tmp_path / "ckpt.pt").exists() else 2
+        resume = ["--resume"] if steps > 2 else []
+        assert run(text, tmp_path, *resume, f"--dtype={dtype}", f"--max_steps={steps}") == 0
+        got = load_checkpoint(tmp_path / "ckpt.pt")["scaler"]
+        assert got is None if scaler is None else 1 < got["scale"] <= scaler
+
+
+def test_a_validation_cut_short_is_made_up_for(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *_: None)          # as a signal leaves it
+    assert run(text, tmp_path, "--max_steps=3") == 0
+    assert "val_loss" not in records(tmp_path)[-1]
+    monkeypatch.undo()
+    assert train.main(["--resume", f"--out={tmp_path}"]) == 0
+    assert 1 < records(tmp_path)[-1]["val_loss"] < 6 and len(records(tmp_path)) == 4
 
 
 def test_init_from_takes_weights_and_architecture(text, tmp_path, capsys):
@@ -391,7 +429,13 @@ def test_a_diverged_run_says_so_and_keeps_what_was_good(text, tmp_path, capsys):
         assert run(text, tmp_path, f"--max_steps={steps}", "--save_every=1", *bad) == 1
         assert re.search(r"train.py: the .*loss is \S+ .*step \d+; nothing was saved", capsys.readouterr().err)
         assert not (tmp_path / "ckpt.pt").exists()
+    # a finite loss whose gradient isn't: nobody could go on from there
+    assert run(text, tmp_path, "--max_steps=20", "--save_every=1", "--lr=100", *bad[1:]) in (0, 1)
+    if (tmp_path / "ckpt.pt").exists():
+        step = load_checkpoint(tmp_path / "ckpt.pt")["step"]
+        assert train.main(["--resume", f"--out={tmp_path}", f"--max_steps={step + 1}", "--lr=0", "--min_lr=0"]) == 0
     assert run(text, tmp_path, "--max_steps=2") == 0
+    capsys.readouterr()
     assert train.main(["--resume", f"--out={tmp_path}", "--max_steps=9", "--save_every=1", *bad]) == 1
     assert "keeps step 2" in capsys.readouterr().err and load_checkpoint(tmp_path / "ckpt.pt")["step"] == 2
 
@@ -481,7 +525,7 @@ def test_bad_checkpoints(text, tmp_path, capsys):
     torch.save(Namespace, path)                                      # code, which a checkpoint may not hold
     refused(capsys, resume, "ckpt.pt")
     path.write_bytes(whole)
-    for damage in (lambda c: c.pop("moments"), lambda c: c["config"].clear(), lambda c: c["config"].update(n_embd=32),
+    for damage in (lambda c: c.pop("moments"), lambda c: c.pop("step"), lambda c: c.pop("scaler"), lambda c: c["config"].clear(), lambda c: c["config"].update(n_embd=32),
                    lambda c: c["model"].pop("ln_f.weight"), lambda c: c["model"]["wpe.weight"].fill_(math.nan)):
         ckpt = torch.load(path, weights_only=True)
         damage(ckpt)
@@ -489,8 +533,13 @@ def test_bad_checkpoints(text, tmp_path, capsys):
         for arguments in (resume, [*TINY[:4], f"--data={text}", f"--out={tmp_path / 'x'}", f"--init_from={path}"]):
             refused(capsys, arguments, "ckpt.pt")
         path.write_bytes(whole)
+    ckpt = torch.load(path, weights_only=True)
+    ckpt["moments"]["exp_avg"]["wpe.weight"].fill_(math.nan)
+    torch.save(ckpt, path)
+    assert train.main(resume) == 2 and "not numbers" in capsys.readouterr().err
+    path.write_bytes(whole)
     (tmp_path / "draft.pt").write_bytes(b"no draft")
-    refused(capsys, resume, "draft.pt", "8 bytes")
+    refused(capsys, resume, "draft.pt", "8 bytes", "--no-draft")
 
 
 def test_several_processes_are_refused_once(text, tmp_path, capsys, monkeypatch):
