@@ -45,7 +45,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"      # Triton's own swit
 
 def has_kernels(x):
     """Whether the Triton kernels can take tensor x: on CUDA or in the interpreter, in 16 or 32 bits."""
-    return triton is not None and (x.is_cuda or INTERPRETED) and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    return triton is not None and (x.is_cuda or INTERPRETED) and x.dtype in dtypes
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -187,7 +188,8 @@ class RecomputedMLP(torch.autograd.Function):
 # and in the end O / l, and the log-sum-exp L = m + log l, the one number a row that backward needs, since
 # P = exp(S - L) without any further maximum or sum. With dO given, the chain rule says
 #
-#     dv = P^T dO      dP = dO v^T      dS = P * (dP - D), D = rowsum(dO * O)      dq = scale dS k      dk = scale dS^T q
+#     dv = P^T dO        dP = dO v^T        dS = P * (dP - D), D = rowsum(dO * O)
+#     dq = scale dS k    dk = scale dS^T q
 #
 # D stands for the softmax's own backward, rowsum(P * dP), and is known before any tile: rowsum(P * (dO v^T)) is
 # rowsum(dO * (P v)). If the log-sum-exp is used further on and has a gradient dL, dS gains P * dL, so D becomes D - dL.
@@ -221,7 +223,7 @@ def attention_tiled(q, k, v, block, causal=True):
                 rows, cols = np.arange(i, i + len(Q))[:, None], np.arange(j, j + S.shape[1])[None]
                 S = np.where(cols <= rows + Tk - Tq, S, -np.inf)
             m_new = np.maximum(m, S.max(1))
-            safe = np.where(np.isinf(m_new), 0.0, m_new)                     # nothing seen yet: -inf - -inf is no number
+            safe = np.where(np.isinf(m_new), 0.0, m_new)                     # nothing seen yet
             P, alpha = np.exp(S - safe[:, None]), np.exp(m - safe)
             l, O, m = l * alpha + P.sum(1), O * alpha[:, None] + P @ v[j:j + block], m_new
         o[i:i + block], lse[i:i + block] = O / l[:, None], m + np.log(l)
@@ -229,8 +231,8 @@ def attention_tiled(q, k, v, block, causal=True):
 
 
 @jit_any_length
-def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_log2, CAUSAL: tl.constexpr,
+                   HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     """A tile of BLOCK_M queries of one head a program. Descriptors cover (B, nh, T, hs): a tile that reaches over an
     edge reads zeros there and doesn't write there, whatever lies behind the edge in memory."""
     tiles = tl.cdiv(Tq, BLOCK_M)
@@ -251,7 +253,7 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_lo
                 seen = seen & (cols[None, :] <= rows[:, None] + Tk - Tq)
             S = tl.where(seen, S, float("-inf"))
         m_new = tl.maximum(m, tl.max(S, 1) * scale_log2)                     # scale > 0
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)                  # nothing seen yet: -inf - -inf is no number
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)                  # nothing seen yet: no -inf - -inf
         P, alpha = tl.exp2(S * scale_log2 - safe[:, None]), tl.exp2(m - safe)      # one multiply-add a score
         l = l * alpha + tl.sum(P, 1)
         V = v_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS)
@@ -356,7 +358,7 @@ def describe(x, block, HS):
     """A descriptor of x (B, nh, T, hs) in tiles of (block, HS), for the copy engine of Hopper (TMA), elsewhere for
     plain loads. It wants strides of whole 16 bytes, the last one 1; a tensor that has others is copied."""
     unit = 16 // x.element_size()
-    strides = [s if n > 1 else unit for n, s in zip(x.shape[:3], x.stride()[:3])] + [x.stride(3) if x.size(3) > 1 else 1]
+    strides = [s if n > 1 else alone for n, s, alone in zip(x.shape, x.stride(), (unit, unit, unit, 1))]
     if strides[3] != 1 or x.data_ptr() % 16 or any(s % unit or s == 0 for s in strides[:3]):
         padded = x.new_empty(*x.shape[:3], -(-x.size(3) // unit) * unit)
         x = padded[..., :x.size(3)].copy_(x)
@@ -377,8 +379,9 @@ def launch_forward(q, k, v, causal, scale):
     how = settings("forward", q, Tk)
     M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
     out = describe(o, M, HS)
-    forward_kernel[(triton.cdiv(Tq, M) * B * nh,)](describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), out, lse, nh,
-                                                   Tq, Tk, scale * LOG2E, CAUSAL=causal, **how)
+    forward_kernel[(triton.cdiv(Tq, M) * B * nh,)](
+        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), out, lse, nh, Tq, Tk, scale * LOG2E, CAUSAL=causal,
+        **how)
     return (o if out.base is o else o.copy_(out.base)), lse
 
 
@@ -390,8 +393,8 @@ def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
     M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
     dq = describe(grads[0], M, HS)
     backward_q_kernel[(triton.cdiv(Tq, M) * B * nh,)](
-        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq, lse, dlse, D,
-        nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
+        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq,
+        lse, dlse, D, nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
     how = settings("backward_kv", q, Tq)
     M, N = how["BLOCK_M"], how["BLOCK_N"]
     dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
@@ -442,7 +445,8 @@ flash_forward.register_autograd(_backward, setup_context=_save)
 def check_attention(q, k, v, causal):
     """ValueError unless these can be attended: one sentence with the shapes."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if any(x.dim() != 4 for x in (q, k, v)) or k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.size(3) != k.size(3):
+    if (any(x.dim() != 4 for x in (q, k, v)) or k.shape != v.shape or q.shape[:2] != k.shape[:2]
+            or q.size(3) != k.size(3)):
         raise ValueError(f"attention takes q (B, nh, Tq, hs) and k, v (B, nh, Tk, hs), not {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device or not q.is_floating_point():
         raise ValueError(f"attention takes q, k, v of one floating dtype on one device, not "
@@ -465,7 +469,7 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     check_attention(q, k, v, causal)
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
     if has_kernels(q) and q.size(-1) <= 256 and q.numel() and k.numel():
-        if scale <= 0:                                                       # the kernel takes the maximum before it scales
+        if scale <= 0:                                                       # the kernel scales after the maximum
             q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
         o, lse = flash_forward(q, k, v, causal, scale)
         return (o, lse / LOG2E) if return_lse else o
@@ -486,17 +490,17 @@ def torch_attention(q, k, v, causal=True, scale=None, dropout=0.0):
 # --------------------------------------------------------------------------------------------------------------
 # 5. The loss
 #
-# The logits of a small GPT are its largest tensor by far: 6.6 GB in float32 for 32 x 1024 tokens of GPT-2. Cross-entropy
-# is a softmax over them, so the same trick serves: with p = softmax(z),
+# The logits of a small GPT are its largest tensor by far: 6.6 GB in float32 for 32 x 1024 tokens of GPT-2.
+# Cross-entropy is a softmax over them, so the same trick serves: with p = softmax(z),
 #
 #     loss = log sum exp z - z[target]           d loss / dz = p - onehot(target)
 #
-# one online pass finds the log-sum-exp and another writes the gradient over the logits. They live one chunk of rows at a
-# time, in the model's dtype, and both products of backward are taken while the chunk is there.
+# one online pass finds the log-sum-exp and another writes the gradient over the logits. They live one chunk of rows
+# at a time, in the model's dtype, and both products of backward are taken while the chunk is there.
 
 def softmax_grad_naive(logits, targets, vocab_size):
-    """Cross-entropy of logits (n, V padded) for targets (n,) int64, each row's (n,), float32; the logits are replaced by
-    its gradient. A row whose target is negative counts for nothing; columns from vocab_size on are padding."""
+    """Cross-entropy of logits (n, V padded) for targets (n,) int64, each row's (n,), float32; the logits are replaced
+    by its gradient. A row whose target is negative counts for nothing; columns from vocab_size on are padding."""
     z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))          # (n, V)
     valid, target = targets >= 0, targets.clamp(min=0)[:, None]              # (n,), (n, 1)
     lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
@@ -643,8 +647,10 @@ def attention_race(B, nh, T, hs, causal):
     forward = {"ours": lambda: flash_attention(q, k, v, causal), "FA2": peer(SDPBackend.FLASH_ATTENTION),
                "cuDNN": peer(SDPBackend.CUDNN_ATTENTION)}
     outputs = {name: f() for name, f in forward.items()}
-    backward = {name: lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for name, o in outputs.items()}
-    worst = max(relative(a, b) for a, b in zip((outputs["ours"], *backward["ours"]()), (outputs["FA2"], *backward["FA2"]())))
+    backward = {name: lambda o=o: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+                for name, o in outputs.items()}
+    answers = {name: (outputs[name], *backward[name]()) for name in ("ours", "FA2")}
+    worst = max(relative(a, b) for a, b in zip(answers["ours"], answers["FA2"]))
     assert worst < 2e-2, f"the answers differ by {worst}"                    # what is timed is right
     with torch.no_grad():
         there = race(forward)
@@ -667,7 +673,8 @@ def show_softmax(gpu, rows):
         if gpu:
             x = torch.randn(2 ** 28 // n, n, device="cuda")
             t = race({"safe": lambda: softmax_rows(x, online=False), "online": lambda: softmax_rows(x)})
-            print(f"   rows of {n:6}: measured {t['safe'] / t['online']:.2f}, {12 * x.numel() / t['online'] / 1e6:,.0f} GB/s")
+            print(f"   rows of {n:6}: measured {t['safe'] / t['online']:.2f}, "
+                  f"{12 * x.numel() / t['online'] / 1e6:,.0f} GB/s")
         else:
             x = np.random.randn(n)
             print(f"   a row of {n:6}: error {abs(softmax_online(x) - softmax_safe(x)).max():.0e}")
@@ -686,8 +693,8 @@ def show_attention(gpu, lengths, shapes):
         if gpu:
             q = torch.randn(1, 8, T, 64, device="cuda", dtype=torch.bfloat16)
             naive, ours = peak_bytes(lambda: attention_naive(q, q, q)), peak_bytes(lambda: flash_attention(q, q, q))
-            print(f"   T {T:5}: naive {naive / 2 ** 20:8,.0f} MiB = {naive / T ** 2:.0f} bytes a T^2, flash {ours / 2 ** 20:5.1f} MiB "
-                  f"= {ours / T:,.0f} bytes a T, predicted 8 heads x (64 x 2 + 4) = 1,056")
+            print(f"   T {T:5}: naive {naive / 2 ** 20:8,.0f} MiB = {naive / T ** 2:.0f} bytes a T^2, flash "
+                  f"{ours / 2 ** 20:5.1f} MiB = {ours / T:,.0f} bytes a T, predicted 8 heads x (64 x 2 + 4) = 1,056")
         else:
             q = torch.randn(1, 1, T, 64, dtype=torch.float64)
             o, _ = attention_tiled(*[q[0, 0].numpy()] * 3, block=64)
@@ -697,7 +704,8 @@ def show_attention(gpu, lengths, shapes):
         for shape in shapes:
             r = attention_race(*shape)
             ours, fa2, cudnn = r["ours"], r["FA2"], r["cuDNN"]
-            cells = [f"{ours[i]:12.0f} {fa2[i]:5.0f} {cudnn[i]:5.0f}   {ours[i] / fa2[i]:.2f} {ours[i] / cudnn[i]:.2f}" for i in (0, 1)]
+            cells = [f"{ours[i]:12.0f} {fa2[i]:5.0f} {cudnn[i]:5.0f}   {ours[i] / fa2[i]:.2f} {ours[i] / cudnn[i]:.2f}"
+                     for i in (0, 1)]
             print(f"   {str(shape[:4]):22} {'causal' if shape[4] else 'full':7} {cells[0]}    {cells[1]}")
 
 
@@ -709,7 +717,8 @@ def show_loss(gpu, tokens):
     targets = torch.randint(0, V, (N,), device=device)
 
     def whole():
-        return F.cross_entropy((x @ w.t())[:, :V].to(torch.promote_types(dtype, torch.float32)), targets, reduction="sum")
+        logits = (x @ w.t())[:, :V].to(torch.promote_types(dtype, torch.float32))
+        return F.cross_entropy(logits, targets, reduction="sum")
 
     def chunked():
         return linear_cross_entropy(x, w, targets, V)
