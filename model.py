@@ -382,7 +382,8 @@ CHECKPOINT = "nanoscale-1"    # the format's name; a change that old readers can
 
 def load_checkpoint(path):
     """The dictionary that train.py saved at `path`, on the CPU, memory-mapped (reading the weights doesn't read the
-    moments). Raises UserError for a file that is missing, cut short, of another kind, or whose weights are no numbers."""
+    moments). Raises UserError for a file that is missing, cut short, of another kind, or whose weights are no
+    numbers."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; `python train.py` makes one")
@@ -398,7 +399,8 @@ def load_checkpoint(path):
     try:
         shapes = {name: p.shape for name, p in GPT(config_of(ckpt), seed=None).named_parameters()}
         parts = [ckpt["model"], ckpt["moments"]["exp_avg"], ckpt["moments"]["exp_avg_sq"]]
-        whole = {"options", "tokenizer", "tokens", "step", "run", "updates", "scaler"} <= ckpt.keys() and all({name: t.shape for name, t in part.items()} == shapes for part in parts)
+        whole = all({name: t.shape for name, t in part.items()} == shapes for part in parts)
+        whole &= {"options", "tokenizer", "tokens", "step", "run", "updates", "scaler"} <= ckpt.keys()
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

@@ -30,8 +30,8 @@ from model import (DTYPES, GPT, Options, Tokenizer, UserError, check_sampling, c
 def options():
     p = Options(prog="sample.py", description=__doc__.split("\n\n")[0])
     p.add_argument("--ckpt", default="out/ckpt.pt", help="the model, as train.py saved it (default: out/ckpt.pt)")
-    p.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text; @FILE takes it from a file, "
-                   "@- from standard input; one longer than the model's block_size counts from its end alone "
+    p.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text; @FILE takes it from a "
+                   "file, @- from standard input; one longer than the model's block_size counts from its end alone "
                    "(default: none)")
     p.add_argument("--num_samples", type=int, default=1, help="texts to write, each from the prompt (default: 1)")
     p.add_argument("--max_new_tokens", type=int, default=500, help="tokens to add to the prompt (default: 500)")
@@ -41,8 +41,8 @@ def options():
     p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
-    p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, bfloat16 "
-                   "on a GPU that has it, else float16; float32 elsewhere)")
+    p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, "
+                   "bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
     return p
 
 
@@ -106,8 +106,8 @@ def run(argv):
 
 
 def main(argv=None):
-    """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after Ctrl-C,
-    141 when the reader of a pipe has left."""
+    """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after
+    Ctrl-C, 141 when the reader of a pipe has left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(argv)

@@ -78,7 +78,8 @@ def options():
     yes_no = argparse.BooleanOptionalAction
 
     g = p.add_argument_group("what to train on, and where to put it")
-    g.add_argument("--preset", choices=PRESETS, help="a set of defaults, listed below (default: baby on a GPU, else cpu)")
+    g.add_argument("--preset", choices=PRESETS, help="a set of defaults, listed below (default: baby on a GPU, cpu "
+                   "elsewhere)")
     g.add_argument("--data", metavar="PATH", help="a text file; a folder of text files; or token ids as nanoGPT writes "
                    "them, train.bin (uint16) with val.bin beside it (default: the Python library's own sources, "
                    "11 MB). Text is read as bytes, in any language. Its last tenth is kept for validation")
@@ -86,7 +87,8 @@ def options():
     g.add_argument("--out", metavar="DIR", default="out", help="folder for ckpt.pt, draft.pt, log.jsonl (default: out)")
     g.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with the options it was "
                    "started with unless given anew; the architecture can't change")
-    g.add_argument("--init_from", metavar="PATH", help="start from this checkpoint's weights and architecture, at step 0")
+    g.add_argument("--init_from", metavar="PATH", help="start from the weights and the architecture of this "
+                   "checkpoint, at step 0")
     g.add_argument("--draft", action=yes_no, help="afterwards train a small draft model for speculative decoding, in "
                    "about a tenth of the time (default: on for the presets cpu and baby)")
 
@@ -100,7 +102,7 @@ def options():
 
     g = p.add_argument_group("the optimization")
     g.add_argument("--max_steps", type=int, help="steps to train for")
-    g.add_argument("--decay_steps", type=int, help="step at which the cosine has come down to min_lr (default: max_steps)")
+    g.add_argument("--decay_steps", type=int, help="step at which the cosine reaches min_lr (default: max_steps)")
     g.add_argument("--batch_size", type=int, help="sequences in the GLOBAL batch of one step")
     g.add_argument("--micro_batch", type=int, help="sequences that run at once; the rest of the batch follows and the "
                    "gradients add up to the same (default: the most the preset allows that divides batch_size)")
@@ -115,24 +117,26 @@ def options():
     g.add_argument("--seed", type=int, default=1, help="fixes weights, batches and dropout (default: 1)")
 
     g = p.add_argument_group("looking and saving")
-    g.add_argument("--eval_every", type=int, help="steps between validations; there is always one at the end; 0: only that")
-    g.add_argument("--eval_batches", type=int, help="batches of validation text, spread evenly over it, the same each time")
-    g.add_argument("--save_every", type=int, help="steps between checkpoints; there is always one at the end; 0: only that")
+    g.add_argument("--eval_every", type=int, help="steps between validations; one is always at the end; 0: only that")
+    g.add_argument("--eval_batches", type=int, help="batches of a validation, spread evenly over its text, always the same")
+    g.add_argument("--save_every", type=int, help="steps between checkpoints; one is always at the end; 0: only that")
 
     g = p.add_argument_group("the machine")
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
-    g.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in; masters and moments are "
-                   "float32 at least (default: auto, bfloat16 on a GPU that has it, else float16; float32 elsewhere)")
+    g.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in; masters and moments "
+                   "are float32 at least (default: auto, bfloat16 on a GPU that has it, else float16; float32 "
+                   "elsewhere)")
     g.add_argument("--attention", default="auto", choices=ATTENTION, help="what computes attention: the kernels of "
                    "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, now torch)")
-    g.add_argument("--compile", action=yes_no, help="torch.compile the blocks and the loss: slow to start, then faster "
-                   "(default: on for CUDA where there is Triton)")
+    g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
+                   "faster (default: on for CUDA where there is Triton)")
     return p
 
 
 def preset_table():
     """The presets as the last part of --help."""
-    rows = [["", *PRESETS]] + [[key, *(f"{preset.get(key, '')}" for preset in PRESETS.values())] for key in PRESETS["cpu"]]
+    rows = [["", *PRESETS]]
+    rows += [[key, *(str(preset.get(key, "")) for preset in PRESETS.values())] for key in PRESETS["cpu"]]
     return "presets:\n" + "\n".join(f"  {row[0]:13}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows)
 
 
@@ -154,7 +158,8 @@ def parse(argv=None):
     fixed = {name: start["config"][name] for name in ARCHITECTURE if name != "dropout"} if start else {}
     for name, value in {**fixed, "preset": before.get("preset", preset)}.items():
         if getattr(typed, name) not in (None, value):
-            raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}, which can't change")
+            raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}, which can't "
+                            "change")
     defaults.update(fixed, preset=preset)
     if typed.lr is not None:
         defaults["min_lr"] = typed.lr / 10
@@ -235,8 +240,8 @@ class Data:
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
     def validation(self, batches, batch_size):
-        """At most `batches` batches, spread evenly over the validation tokens, the same ones at every call; none where no
-        window fits."""
+        """At most `batches` batches, spread evenly over the validation tokens, the same ones at every call; none where
+        no window fits."""
         places = len(self.val) - self.block_size
         if places < 1:
             return
@@ -344,8 +349,8 @@ class Master:
         matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
         cuts, decays = (slice(0, matrices), slice(matrices, None)), (args.weight_decay, 0.0)
         parts = [self.master[cut] for cut in cuts]
-        self.adamw = torch.optim.AdamW([{"params": [part], "weight_decay": decay} for part, decay in zip(parts, decays)],
-                                       lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
+        groups = [{"params": [part], "weight_decay": decay} for part, decay in zip(parts, decays)]
+        self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
                                        fused=self.master.device.type in ("cuda", "cpu"))
         for cut, part in zip(cuts, parts):
             part.grad = self.grad[cut]
@@ -411,7 +416,8 @@ class Master:
     @torch.no_grad()
     def load(self, state):
         """Takes up what `state` gave."""
-        for flat, named in ((self.master, state["model"]), *((m, state["moments"][k]) for k, m in self.moments.items())):
+        moments = [(moment, state["moments"][key]) for key, moment in self.moments.items()]
+        for flat, named in [(self.master, state["model"]), *moments]:
             for name, view in self.views(flat).items():
                 view.copy_(named[name])
             if not flat.isfinite().all():
@@ -441,8 +447,8 @@ class WriteError(Exception):
 
 @contextmanager
 def replacing(path):
-    """A binary file to write, which takes the place of `path` when it's complete and on the disk. If anything goes wrong
-    before, the old file stays; if the writing does, WriteError says why."""
+    """A binary file to write, which takes the place of `path` when it's complete and on the disk. If anything goes
+    wrong before, the old file stays; if the writing does, WriteError says why."""
     part = path.with_name(path.name + ".part")
     try:
         file = open(part, "wb")
@@ -457,7 +463,8 @@ def replacing(path):
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.filename not in (None, str(part)):      # another file's, being copied
             raise
-        raise WriteError(f"{path} can't be written: {getattr(cause, 'strerror', None) or 'is the disk full?'}") from None
+        reason = getattr(cause, "strerror", None) or "is the disk full?"
+        raise WriteError(f"{path} can't be written: {reason}") from None
     finally:
         try:
             file.close()
@@ -475,7 +482,7 @@ def save(path, args, config, data, master, step, run_id):
 
 
 def read_log(path, step):
-    """The log's records up to `step`, those after it being taken again by a resumed run. Damaged lines are left out."""
+    """The log's records up to `step`; a resumed run takes the later steps again. Damaged lines are left out."""
     records = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
@@ -664,8 +671,8 @@ def build(args, config, start):
 
 
 def check_health(model, master, idx, targets, args, step):
-    """Raises Diverged if the model, as it is after `step`, has no finite loss and gradient on its next batch: a run could
-    not go on from a checkpoint of it. The batch is taken again when it's due."""
+    """Raises Diverged if the model, as it is after `step`, has no finite loss and gradient on its next batch: a run
+    could not go on from a checkpoint of it. The batch is taken again when it's due."""
     loss = float(backward(model, master, idx, targets, args))
     norm = float(torch.linalg.vector_norm(master.grad))
     master.spent = True
@@ -688,9 +695,9 @@ def fit(name, args, data, start, run_id, stop):
     records = read_log(log_path, step)
     if records and due(args.eval_every) and "val_loss" not in records[-1] and (value := validate()) is not None:
         records[-1]["val_loss"] = value      # the validation that a signal cut short
-    log = Log(log_path, {"config": asdict(config), "options": args.options, "parameters": model.num_params()}, records)
-    progress = Progress("target" if name == "ckpt" else name, args, log, step, dict(*records[-1:]), flops_per_token(config),
-                        master.scaled)
+    header = {"config": asdict(config), "options": args.options, "parameters": model.num_params()}
+    progress = Progress("target" if name == "ckpt" else name, args, Log(log_path, header, records), step,
+                        dict(*records[-1:]), flops_per_token(config), master.scaled)
 
     def store():
         nonlocal saved
@@ -731,15 +738,15 @@ def fit(name, args, data, start, run_id, stop):
 
 def announce(args, data, start):
     """One line on what runs where, and why not on something faster; another if the data isn't what it was."""
-    cuda = args.device.type == "cuda"
-    where = torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type}, {torch.get_num_threads()} threads"
-    print(f"preset {args.preset} on {where}{'' if torch.cuda.is_available() else ' (no CUDA GPU here)'}: "
-          f"{str(args.dtype).split('.')[1]}, attention {args.attention}, {'compiled' if args.compile else 'not compiled'}; "
-          f"{len(data.train):,} training and {len(data.val):,} validation tokens, "
-          f"{args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
+    threads = f"{args.device.type}, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else threads
+    where += "" if torch.cuda.is_available() else " (no CUDA GPU here)"
+    how = f"{str(args.dtype).split('.')[1]}, attention {args.attention}, {'' if args.compile else 'not '}compiled"
+    print(f"preset {args.preset} on {where}: {how}; {len(data.train):,} training and {len(data.val):,} validation "
+          f"tokens, {args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
     tokens = len(data.train) + len(data.val)
     if args.resume and start["tokens"] != tokens:
-        print(f"the data has {tokens:,} tokens, and had {start['tokens']:,} when the checkpoint was written", file=sys.stderr)
+        print(f"the data has {tokens:,} tokens, and had {start['tokens']:,} at the checkpoint", file=sys.stderr)
 
 
 def draft_options(args):
@@ -777,7 +784,7 @@ def sample_text(model, tokenizer, args, stop, n=200):
 
 
 def check_memory(args, config):
-    """UserError if float32 masters, gradient and two moments, or one batch of ids, are more than the machine's memory."""
+    """UserError if masters, gradient and moments, or one batch of ids, are more than the machine's memory."""
     C = config.n_embd
     parameters = C * (config.padded_vocab + config.block_size + 12 * config.n_layer * C)
     need = 16 * parameters + 16 * args.batch_size * args.block_size
@@ -788,8 +795,8 @@ def check_memory(args, config):
     else:
         return
     if need > there:
-        raise UserError(f"{parameters:,} parameters and {args.batch_size * args.block_size:,} tokens a step need at least "
-                        f"{need / 2 ** 30:,.0f} GiB, and this machine has {there / 2 ** 30:,.0f}")
+        raise UserError(f"{parameters:,} parameters and {args.batch_size * args.block_size:,} tokens a step need at "
+                        f"least {need / 2 ** 30:,.0f} GiB, and this machine has {there / 2 ** 30:,.0f}")
 
 
 @contextmanager
