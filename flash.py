@@ -379,9 +379,10 @@ def launch_forward(q, k, v, causal, scale):
     how = settings("forward", q, Tk)
     M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
     out = describe(o, M, HS)
-    forward_kernel[(triton.cdiv(Tq, M) * B * nh,)](
-        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), out, lse, nh, Tq, Tk, scale * LOG2E, CAUSAL=causal,
-        **how)
+    with torch.cuda.device_of(q):
+        forward_kernel[(triton.cdiv(Tq, M) * B * nh,)](
+            describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), out, lse, nh, Tq, Tk, scale * LOG2E,
+            CAUSAL=causal, **how)
     return (o if out.base is o else o.copy_(out.base)), lse
 
 
@@ -389,18 +390,19 @@ def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
     """-> dq, dk, dv, from what forward took and gave and the gradients do (like o) and dlse (like lse, base e)."""
     (B, nh, Tq, hs), Tk = q.shape, k.size(2)
     D, grads = torch.empty_like(lse), [like(x) for x in (q, k, v)]
-    how = settings("backward_q", q, Tk)
-    M, N, HS = how["BLOCK_M"], how["BLOCK_N"], how["HS"]
-    dq = describe(grads[0], M, HS)
-    backward_q_kernel[(triton.cdiv(Tq, M) * B * nh,)](
-        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq,
-        lse, dlse, D, nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
-    how = settings("backward_kv", q, Tq)
-    M, N = how["BLOCK_M"], how["BLOCK_N"]
-    dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
-    backward_kv_kernel[(triton.cdiv(Tk, N) * B * nh,)](
-        describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(do, M, HS), dk, dv, lse, D,
-        nh, Tq, Tk, scale, scale * LOG2E, CAUSAL=causal, **how)
+    how_q, how_kv = settings("backward_q", q, Tk), settings("backward_kv", q, Tq)
+    HS, M, N = how_q["HS"], how_q["BLOCK_M"], how_q["BLOCK_N"]
+    lengths = nh, Tq, Tk, scale, scale * LOG2E
+    with torch.cuda.device_of(q):
+        dq = describe(grads[0], M, HS)
+        backward_q_kernel[(triton.cdiv(Tq, M) * B * nh,)](
+            describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq,
+            lse, dlse, D, *lengths, CAUSAL=causal, **how_q)
+        M, N = how_kv["BLOCK_M"], how_kv["BLOCK_N"]
+        dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
+        backward_kv_kernel[(triton.cdiv(Tk, N) * B * nh,)](
+            describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(do, M, HS), dk, dv,
+            lse, D, *lengths, CAUSAL=causal, **how_kv)
     return [x if d.base is x else x.copy_(d.base) for x, d in zip(grads, (dq, dk, dv))]
 
 
@@ -544,7 +546,9 @@ def softmax_grad(logits, targets, vocab_size):
     if not has_kernels(logits):
         return softmax_grad_naive(logits, targets, vocab_size)
     loss = logits.new_empty(logits.size(0), dtype=torch.float32)
-    softmax_grad_kernel[(logits.size(0),)](logits, targets, loss, vocab_size, logits.size(1), BLOCK=4096, num_warps=16)
+    with torch.cuda.device_of(logits):
+        softmax_grad_kernel[(logits.size(0),)](logits, targets, loss, vocab_size, logits.size(1), BLOCK=4096,
+                                               num_warps=16)
     return loss
 
 

@@ -427,6 +427,8 @@ def pick_device(name):
     count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}.get(device.type, 0)
     if (device.index or 0) >= count:
         raise UserError(f"device={name}, but this machine has {count} of kind {device.type}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())      # cuda means the current one; say which
     return device
 
 

@@ -118,7 +118,7 @@ def options():
 
     g = p.add_argument_group("looking and saving")
     g.add_argument("--eval_every", type=int, help="steps between validations; one is always at the end; 0: only that")
-    g.add_argument("--eval_batches", type=int, help="batches of a validation, spread evenly over its text, always the same")
+    g.add_argument("--eval_batches", type=int, help="batches of a validation, the same ones every time")
     g.add_argument("--save_every", type=int, help="steps between checkpoints; one is always at the end; 0: only that")
 
     g = p.add_argument_group("the machine")
