@@ -331,8 +331,8 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_pt
     dv_desc.store([b, h, j, 0], dV.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, HS))
 
 
-# Block sizes (queries, keys), warps and stages by kernel and head size, in 16 bits. Measured on an H200; on a card with
-# less shared memory `settings` halves them until they fit.
+# Block sizes (queries, keys), warps and stages by kernel and head size, in 16 bits: a first guess for Hopper, still to
+# be tuned by measurement. On a card with less shared memory `settings` halves the blocks of keys until they fit.
 SETTINGS = {"forward": {64: (64, 64, 4, 2), 128: (64, 128, 4, 1), 256: (64, 32, 4, 1)},
             "backward_q": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 1)},
             "backward_kv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}}
@@ -344,8 +344,8 @@ def settings(kind, x, T):
     block_m, block_n, warps, stages = SETTINGS[kind][max(64, HS)]
     if kind == "forward" and HS <= 64 and T >= 2048:
         block_n = 128
-    if x.dtype == torch.float32:
-        block_m, block_n, stages = 32, 32, 1                                 # twice the bytes, no tensor cores
+    if x.dtype == torch.float32:      # products without tensor cores fill the registers: tiles that hardly spill
+        block_m, block_n, warps, stages = (32, 32, 8, 1) if HS <= 64 else (16, 16, 4, 1)
     if x.is_cuda:
         room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
         while (2 * block_m + 2 * block_n * stages) * HS * x.element_size() > room and block_n > 16:

@@ -60,7 +60,7 @@ def check(qkv, do, causal=True, scale=None, slack=1):
     least = do.double().norm().item() if qkv[1].size(2) < 16 else 1e-30
     errors = [error(a, b, least) for a, b in zip((o, *grads), (want, *grads_want))]
     limits = [slack * TOLERANCE[dtype]] * 4
-    if CUDA and dtype != torch.float32:
+    if CUDA and dtype != torch.float32 and do.numel() > 10_000:      # of few numbers the errors differ by chance
         o_torch = torch_attention(*qkv, causal, scale)
         theirs = (o_torch, *torch.autograd.grad(o_torch, qkv, do))
         limits = [min(limit, 2 * error(a, b, least) + 1e-5) for limit, a, b in zip(limits, theirs, (want, *grads_want))]
