@@ -34,7 +34,6 @@ import hashlib
 import math
 import pickle
 import re
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -453,7 +452,7 @@ class Options(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
 
     def parse(self, argv=None):
-        """Like parse_args. Exits with code 2 on options that can't be understood."""
+        """Like parse_args. Raises UserError for options that can't be understood."""
         args, unknown = self.parse_known_args(argv)
         if unknown:
             names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
@@ -465,5 +464,4 @@ class Options(argparse.ArgumentParser):
         return args
 
     def error(self, message):
-        print(f"{self.prog}: {message}", file=sys.stderr)
-        raise SystemExit(2)
+        raise UserError(message)      # said where every other mistake is said: once, whatever the number of processes

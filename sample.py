@@ -109,6 +109,7 @@ def main(argv=None):
     """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after
     Ctrl-C, 141 when the reader of a pipe has left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us; print would take standard output
     try:
         run(argv)
         return 0

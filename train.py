@@ -853,12 +853,13 @@ def run(argv):
             check_memory(options, config_from(options, data))
         announce(args, data, start)
         run_id = start["run"] if args.resume else time.time_ns()
+        if args.device.type == "cuda":
+            torch.cuda.set_device(args.device)
         stop, models, lines, text = Interrupt(), [], [], ""
         try:
             for name, options, job_start in jobs:
                 if not stop.number:
                     if args.device.type == "cuda":
-                        torch.cuda.set_device(args.device)
                         torch.cuda.reset_peak_memory_stats()
                     model, progress = fit(name, options, data, job_start, run_id, stop)
                     models.append(model)

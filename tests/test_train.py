@@ -546,7 +546,8 @@ def test_several_processes_are_refused_once(text, tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused(capsys, [*TINY, f"--data={text}", f"--out={tmp_path}"], "2 processes")
     monkeypatch.setenv("RANK", "1")
-    assert run(text, tmp_path) == 2 and capsys.readouterr().err == ""
+    for options in ([], ["--no_such_option"], ["--n_layer=many"]):
+        assert run(text, tmp_path, *options) == 2 and capsys.readouterr().err == ""
 
 
 def test_help_is_a_manual(capsys):
