@@ -266,21 +266,24 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, nh, Tq, Tk, scale_lo
 
 
 @jit_any_length
-def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr, dlse_ptr, D_ptr, nh, Tq, Tk, scale,
-                      scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      PRECISION: tl.constexpr):
-    """dq for a tile of queries, over the tiles of keys; on the way D, which the other kernel needs too."""
+def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_desc, dlse_desc, D_desc, nh, Tq, Tk,
+                      scale, scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """dq for a tile of queries, over the tiles of keys; on the way D, which the other kernel needs too. dlse_desc is
+    None where nobody uses the log-sum-exp. Queries beyond Tq are read as zeros, and so are their dO: they add nothing
+    here, nor in the other kernel."""
     tiles = tl.cdiv(Tq, BLOCK_M)
     head, i = tl.program_id(0) // tiles, (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M
     b, h = head // nh, head % nh
     rows = i + tl.arange(0, BLOCK_M)
-    at = head.to(tl.int64) * Tq + rows
     Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
     dO = do_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
     O = o_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
-    D = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1) - tl.load(dlse_ptr + at, mask=rows < Tq, other=0.0)
-    tl.store(D_ptr + at, D, mask=rows < Tq)
-    lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))
+    D = tl.sum(O.to(tl.float32) * dO.to(tl.float32), 1)                      # (BLOCK_M,)
+    if dlse_desc is not None:
+        D -= dlse_desc.load([b, h, i]).reshape(BLOCK_M)
+    D_desc.store([b, h, i], D.reshape(1, 1, BLOCK_M))
+    lse = lse_desc.load([b, h, i]).reshape(BLOCK_M)
     dQ = tl.zeros([BLOCK_M, HS], tl.float32)
     end = tl.minimum(Tk, i + BLOCK_M + Tk - Tq) if CAUSAL else Tk
     for j in range(0, end, BLOCK_N):
@@ -300,11 +303,12 @@ def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_ptr,
 
 
 @jit_any_length
-def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_ptr, D_ptr, nh, Tq, Tk, scale,
+def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, D_desc, nh, Tq, Tk, scale,
                        scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        PRECISION: tl.constexpr):
     """dk and dv for a tile of keys, over the tiles of queries that see it. Works on the transposed scores S^T, so that
-    both sums are products whose left side is already in registers."""
+    both sums are products whose left side is already in registers. lse and D come by the copy engine too, ahead of
+    their use: read by the threads themselves, every iteration waited for them, which took a third of the time."""
     tiles = tl.cdiv(Tk, BLOCK_N)
     head, j = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BLOCK_N
     b, h = head // nh, head % nh
@@ -315,55 +319,63 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_pt
     start = tl.maximum(0, j - (Tk - Tq)) // BLOCK_M * BLOCK_M if CAUSAL else 0
     for i in range(start, Tq, BLOCK_M):
         rows = i + tl.arange(0, BLOCK_M)
-        at = head.to(tl.int64) * Tq + rows
-        lse = tl.load(lse_ptr + at, mask=rows < Tq, other=float("inf"))      # rows beyond Tq: P = 0
-        D = tl.load(D_ptr + at, mask=rows < Tq, other=0.0)
+        lse = lse_desc.load([b, h, i]).reshape(BLOCK_M)
+        D = D_desc.load([b, h, i]).reshape(BLOCK_M)
         Q = q_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
         dO = do_desc.load([b, h, i, 0]).reshape(BLOCK_M, HS)
         P = tl.exp2(tl.dot(K, Q.T, input_precision=PRECISION) * scale_log2 - lse[None, :])
         if CAUSAL and j + BLOCK_N > i + Tk - Tq + 1:
             P = tl.where(cols[:, None] <= rows[None, :] + Tk - Tq, P, 0.0)   # P^T: (BLOCK_N, BLOCK_M)
-        dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)       # (BLOCK_N, HS)
+        if HS <= 64:      # dV first or last is a matter of registers: with wide heads this order needs too many
+            dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)   # (BLOCK_N, HS)
         dP = tl.dot(V, dO.T, input_precision=PRECISION)                      # (BLOCK_N, BLOCK_M)
         dS = P * (dP - D[None, :])
+        if HS > 64:
+            dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)
         dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=PRECISION)        # (BLOCK_N, HS)
     dk_desc.store([b, h, j, 0], (dK * scale).to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HS))
     dv_desc.store([b, h, j, 0], dV.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, HS))
 
 
-# Block sizes (queries, keys), warps and stages by kernel and head size, in 16 bits: a first guess for Hopper, still to
-# be tuned by measurement. On a card with less shared memory `settings` halves the blocks of keys until they fit.
-SETTINGS = {"forward": {64: (64, 64, 4, 2), 128: (64, 128, 4, 1), 256: (64, 32, 4, 1)},
-            "backward_q": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 1)},
-            "backward_kv": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (32, 32, 4, 1)}}
+# By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on registers
+# a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4 warps, several
+# of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its exponentials.
+# With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
+SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 256: (64, 32, 4, 1, None)},
+            "backward_q": {64: (64, 32, 4, 3, None), 128: (128, 64, 8, 3, None), 256: (64, 32, 4, 1, None)},
+            "backward_kv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None), 256: (32, 32, 4, 1, None)}}
+LONG = {"forward": (64, 128, 4, 2, None), "backward_q": (128, 64, 8, 3, None)}      # for hs <= 64 and T >= 2048
 
 
 def settings(kind, x, T):
-    """-> the keyword arguments of a kernel's launch for tensor x (B, nh, T, hs)."""
+    """-> the keyword arguments of a kernel's launch for tensor x (B, nh, T, hs). On a card with less shared memory
+    than Hopper's the blocks of keys are halved until they fit."""
     HS = max(16, triton.next_power_of_2(x.size(-1)))
-    block_m, block_n, warps, stages = SETTINGS[kind][max(64, HS)]
-    if kind == "forward" and HS <= 64 and T >= 2048:
-        block_n = 128
+    block_m, block_n, warps, stages, registers = SETTINGS[kind][max(64, HS)]
+    if HS <= 64 and T >= 2048:
+        block_m, block_n, warps, stages, registers = LONG.get(kind, SETTINGS[kind][64])
     if x.dtype == torch.float32:      # products without tensor cores fill the registers: tiles that hardly spill
-        block_m, block_n, warps, stages = (32, 32, 8, 1) if HS <= 64 else (16, 16, 4, 1)
+        block_m, block_n, warps, stages, registers = (32, 32, 8, 1, None) if HS <= 64 else (16, 16, 4, 1, None)
     if x.is_cuda:
         room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
         while (2 * block_m + 2 * block_n * stages) * HS * x.element_size() > room and block_n > 16:
             block_n, stages = block_n // 2, 1
-    return dict(HS=HS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
+    return dict(HS=HS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,
                 PRECISION="ieee" if x.dtype == torch.float32 else "tf32")    # tf32 has no meaning in 16 bits
 
 
-def describe(x, block, HS):
-    """A descriptor of x (B, nh, T, hs) in tiles of (block, HS), for the copy engine of Hopper (TMA), elsewhere for
-    plain loads. It wants strides of whole 16 bytes, the last one 1; a tensor that has others is copied."""
+def describe(x, *tile):
+    """A descriptor of x (B, nh, T) in tiles of (block,), or of x (B, nh, T, hs) in tiles of (block, HS), for the copy
+    engine of Hopper (TMA), elsewhere for plain loads. It wants strides of whole 16 bytes, the last one 1; a tensor
+    that has others is copied."""
     unit = 16 // x.element_size()
-    strides = [s if n > 1 else alone for n, s, alone in zip(x.shape, x.stride(), (unit, unit, unit, 1))]
-    if strides[3] != 1 or x.data_ptr() % 16 or any(s % unit or s == 0 for s in strides[:3]):
-        padded = x.new_empty(*x.shape[:3], -(-x.size(3) // unit) * unit)
-        x = padded[..., :x.size(3)].copy_(x)
+    strides = [s if n > 1 else unit for n, s in zip(x.shape, x.stride())]
+    strides[-1] = x.stride(-1) if x.size(-1) > 1 else 1
+    if strides[-1] != 1 or x.data_ptr() % 16 or any(s % unit or s == 0 for s in strides[:-1]):
+        padded = x.new_empty(*x.shape[:-1], -(-x.size(-1) // unit) * unit)
+        x = padded[..., :x.size(-1)].copy_(x)
         strides = list(x.stride())
-    return TensorDescriptor(x, list(x.shape), strides, [1, 1, block, HS])
+    return TensorDescriptor(x, list(x.shape), strides, [1] * (x.dim() - len(tile)) + list(tile))
 
 
 def like(x):
@@ -387,22 +399,22 @@ def launch_forward(q, k, v, causal, scale):
 
 
 def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
-    """-> dq, dk, dv, from what forward took and gave and the gradients do (like o) and dlse (like lse, base e)."""
+    """-> dq, dk, dv, from what forward took and gave, and the gradients do of o and dlse of lse (None: zero)."""
     (B, nh, Tq, hs), Tk = q.shape, k.size(2)
-    D, grads = torch.empty_like(lse), [like(x) for x in (q, k, v)]
+    grads = [like(x) for x in (q, k, v)]
     how_q, how_kv = settings("backward_q", q, Tk), settings("backward_kv", q, Tq)
     HS, M, N = how_q["HS"], how_q["BLOCK_M"], how_q["BLOCK_N"]
     lengths = nh, Tq, Tk, scale, scale * LOG2E
     with torch.cuda.device_of(q):
-        dq = describe(grads[0], M, HS)
+        dq, D = describe(grads[0], M, HS), describe(torch.empty_like(lse), M)
         backward_q_kernel[(triton.cdiv(Tq, M) * B * nh,)](
             describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(o, M, HS), describe(do, M, HS), dq,
-            lse, dlse, D, *lengths, CAUSAL=causal, **how_q)
+            describe(lse, M), None if dlse is None else describe(dlse * LOG2E, M), D, *lengths, CAUSAL=causal, **how_q)
         M, N = how_kv["BLOCK_M"], how_kv["BLOCK_N"]
         dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
         backward_kv_kernel[(triton.cdiv(Tk, N) * B * nh,)](
             describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(do, M, HS), dk, dv,
-            lse, D, *lengths, CAUSAL=causal, **how_kv)
+            describe(lse, M), describe(D.base, M), *lengths, CAUSAL=causal, **how_kv)
     return [x if d.base is x else x.copy_(d.base) for x, d in zip(grads, (dq, dk, dv))]
 
 
@@ -416,10 +428,10 @@ def flash_forward(q, k, v, causal, scale):
 
 
 @torch.library.custom_op("nanoscale::flash_backward", mutates_args=(),
-                         schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor grad_o, Tensor grad_lse, "
+                         schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor grad_o, Tensor? grad_lse, "
                                 "bool causal, float scale) -> (Tensor, Tensor, Tensor)")
 def flash_backward(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
-    return launch_backward(q, k, v, o, lse, grad_o, grad_lse * LOG2E, causal, scale)
+    return launch_backward(q, k, v, o, lse, grad_o, grad_lse, causal, scale)
 
 
 @flash_forward.register_fake
@@ -434,10 +446,13 @@ def _(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
 
 def _save(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.set_materialize_grads(False)      # an output that nobody uses has the gradient None instead of zeros
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx, grad_o, grad_lse):
+    if grad_o is None:
+        grad_o = torch.zeros_like(ctx.saved_tensors[3])
     return *flash_backward(*ctx.saved_tensors, grad_o, grad_lse, ctx.causal, ctx.scale), None, None
 
 
@@ -627,13 +642,24 @@ def peak_bytes(f):
     return torch.cuda.max_memory_allocated() - before
 
 
-def race(contestants, rounds=3):
-    """{name: f} -> {name: milliseconds}, the median of several rounds in which all take turns."""
+def race(contestants, rounds=5, repeats=8):
+    """{name: f} -> {name: milliseconds on the GPU}, the median over several rounds in which all take turns, each time
+    with a cold L2 cache. The queue is filled while the GPU sleeps, so that no kernel waits for the host."""
+    flush = torch.empty(2 ** 28, dtype=torch.int8, device="cuda")
     times = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, f in contestants.items():
-            times[name].append(triton.testing.do_bench(f, warmup=20, rep=60, return_mode="median"))
-    return {name: sorted(t)[rounds // 2] for name, t in times.items()}
+            f()
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+            torch.cuda._sleep(8_000_000)                                     # clock cycles, some 5 ms
+            for start, end in events:
+                flush.zero_()
+                start.record()
+                f()
+                end.record()
+            torch.cuda.synchronize()
+            times[name] += [start.elapsed_time(end) for start, end in events]
+    return {name: float(np.median(t)) for name, t in times.items()}
 
 
 def attention_race(B, nh, T, hs, causal):

@@ -100,7 +100,7 @@ def flash(q, k, v, dropout):
 ATTENTION = {"flash": flash,
              "torch": lambda q, k, v, dropout: torch_attention(q, k, v, dropout=dropout),
              "naive": lambda q, k, v, dropout: attention_naive(q, k, v, dropout=dropout)[0]}
-ATTENTION["auto"] = ATTENTION["torch"]
+ATTENTION["auto"] = ATTENTION["flash"]      # which is torch's where there are no kernels
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -137,6 +137,15 @@ class Attention(nn.Module):
         return F.dropout(self.proj(o), self.dropout, self.training)
 
 
+def gelu(x):
+    """GELU in its tanh form: x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), which is also x sigmoid(2 u). The
+    compiler makes one exponential of the latter, and of its tanh a long path that the GPU, not its memory, waits for."""
+    if not (x.is_cuda and torch.compiler.is_compiling()):
+        return F.gelu(x, approximate="tanh")
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (z * torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z ** 3))).to(x.dtype)
+
+
 class MLP(nn.Module):
     """Each token alone, through a hidden layer four times as wide. (B, T, C) -> (B, T, C)."""
 
@@ -148,7 +157,7 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * C, C, bias=config.bias)
 
     def forward(self, x):
-        h = F.gelu(self.fc(x), approximate="tanh")                           # (B, T, 4C)
+        h = gelu(self.fc(x))                                                 # (B, T, 4C)
         return F.dropout(self.proj(h), self.dropout, self.training)          # (B, T, C)
 
 

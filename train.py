@@ -50,7 +50,7 @@ from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Token
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
 
-GPT2 = dict(block_size=1024, dropout=0.0, bias=True, batch_size=512, max_steps=600_000, lr=6e-4, min_lr=6e-5,
+GPT2 = dict(block_size=1024, dropout=0.0, bias=False, batch_size=512, max_steps=600_000, lr=6e-4, min_lr=6e-5,
             warmup_steps=2000, weight_decay=0.1, beta2=0.95, eval_every=1000, eval_batches=2, save_every=1000)
 PRESETS = {
     "cpu": dict(n_layer=2, n_head=4, n_embd=128, block_size=64, dropout=0.0, bias=False, batch_size=12, micro_batch=12,
@@ -98,7 +98,8 @@ def options():
     g.add_argument("--n_embd", type=int, help="width, C; a multiple of n_head")
     g.add_argument("--block_size", type=int, help="context length in tokens, T")
     g.add_argument("--dropout", type=float, help="share of activations dropped in training")
-    g.add_argument("--bias", action=yes_no, help="biases in linear layers and layer norms, as GPT-2 has them")
+    g.add_argument("--bias", action=yes_no, help="biases in linear layers and layer norms, as GPT-2 has them "
+                   "(nanoGPT's own runs leave them out: 4%% faster)")
 
     g = p.add_argument_group("the optimization")
     g.add_argument("--max_steps", type=int, help="steps to train for")
@@ -127,7 +128,7 @@ def options():
                    "are float32 at least (default: auto, bfloat16 on a GPU that has it, else float16; float32 "
                    "elsewhere)")
     g.add_argument("--attention", default="auto", choices=ATTENTION, help="what computes attention: the kernels of "
-                   "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, now torch)")
+                   "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, flash on CUDA)")
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
                    "faster (default: on for CUDA where there is Triton)")
     return p
