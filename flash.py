@@ -24,6 +24,7 @@ from __future__ import annotations      # kernels name tl.constexpr, also where 
 
 import math
 import os
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -47,6 +48,11 @@ def has_kernels(x):
     """Whether the Triton kernels can take tensor x: on CUDA or in the interpreter, in 16 or 32 bits."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     return triton is not None and (x.is_cuda or INTERPRETED) and x.dtype in dtypes
+
+
+def attends(x):
+    """Whether the attention kernels can take x (..., hs)."""
+    return has_kernels(x) and 0 < x.size(-1) <= 256 and x.numel() > 0
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -347,6 +353,12 @@ SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 25
 LONG = {"forward": (64, 128, 4, 2, None), "backward_q": (128, 64, 8, 3, None)}      # for hs <= 64 and T >= 2048
 
 
+@lru_cache
+def shared_memory(device):
+    """Bytes that one program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def settings(kind, x, T):
     """-> the keyword arguments of a kernel's launch for tensor x (B, nh, T, hs). On a card with less shared memory
     than Hopper's the blocks of keys are halved until they fit."""
@@ -357,7 +369,7 @@ def settings(kind, x, T):
     if x.dtype == torch.float32:      # products without tensor cores fill the registers: tiles that hardly spill
         block_m, block_n, warps, stages, registers = (32, 32, 8, 1, None) if HS <= 64 else (16, 16, 4, 1, None)
     if x.is_cuda:
-        room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        room = shared_memory(x.device)
         while (2 * block_m + 2 * block_n * stages) * HS * x.element_size() > room and block_n > 16:
             block_n, stages = block_n // 2, 1
     return dict(HS=HS, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages, maxnreg=registers,
@@ -398,10 +410,11 @@ def launch_forward(q, k, v, causal, scale):
     return (o if out.base is o else o.copy_(out.base)), lse
 
 
-def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
-    """-> dq, dk, dv, from what forward took and gave, and the gradients do of o and dlse of lse (None: zero)."""
+def launch_backward(q, k, v, o, lse, do, dlse, causal, scale, grads=None):
+    """-> dq, dk, dv, from what forward took and gave, and the gradients do of o and dlse of lse (None: zero). grads:
+    where to write them, by default into new tensors."""
     (B, nh, Tq, hs), Tk = q.shape, k.size(2)
-    grads = [like(x) for x in (q, k, v)]
+    grads = grads or [like(x) for x in (q, k, v)]
     how_q, how_kv = settings("backward_q", q, Tk), settings("backward_kv", q, Tq)
     HS, M, N = how_q["HS"], how_q["BLOCK_M"], how_q["BLOCK_N"]
     lengths = nh, Tq, Tk, scale, scale * LOG2E
@@ -418,45 +431,73 @@ def launch_backward(q, k, v, o, lse, do, dlse, causal, scale):
     return [x if d.base is x else x.copy_(d.base) for x, d in zip(grads, (dq, dk, dv))]
 
 
-# The kernels as operators of their own: torch.compile sees two opaque calls with shapes and a gradient, and doesn't
-# break its graph around them. Their log-sum-exp is in base 2, as the kernels use it.
+# The kernels as operators of their own: torch.compile sees opaque calls with shapes and a gradient, and doesn't break
+# its graph around them. Their log-sum-exp is in base 2, as the kernels use it.
 
-@torch.library.custom_op("nanoscale::flash_forward", mutates_args=(),
-                         schema="(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)")
-def flash_forward(q, k, v, causal, scale):
-    return launch_forward(q, k, v, causal, scale)
-
-
-@torch.library.custom_op("nanoscale::flash_backward", mutates_args=(),
-                         schema="(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor grad_o, Tensor? grad_lse, "
-                                "bool causal, float scale) -> (Tensor, Tensor, Tensor)")
-def flash_backward(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
-    return launch_backward(q, k, v, o, lse, grad_o, grad_lse, causal, scale)
+def operator(schema, launch, shapes):
+    """Registers nanoscale::NAME(...) -> ...: `launch` computes it, `shapes` gives empty tensors like its results."""
+    name = "nanoscale::" + schema.split("(")[0]
+    torch.library.define(name, schema[schema.index("("):], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", launch)
+    torch.library.register_fake(name, shapes)
+    return getattr(torch.ops.nanoscale, schema.split("(")[0]).default
 
 
-@flash_forward.register_fake
-def _(q, k, v, causal, scale):
-    return like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def packed_like(qkv):
+    """An empty tensor of qkv's shape (3, B, nh, T, hs), laid out as (B, T, 3, nh, hs): a projection's output."""
+    _, B, nh, T, hs = qkv.shape
+    return qkv.new_empty(B, T, 3, nh, hs).permute(2, 0, 3, 1, 4)
 
 
-@flash_backward.register_fake
-def _(q, k, v, o, lse, grad_o, grad_lse, causal, scale):
-    return like(q), like(k), like(v)
+def launch_packed_backward(qkv, o, lse, grad_o, scale):
+    """-> the gradient of qkv (3, B, nh, T, hs), each third written in its place."""
+    grad = packed_like(qkv)
+    launch_backward(*qkv, o, lse, grad_o, None, True, scale, [*grad])
+    return grad
 
 
-def _save(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.set_materialize_grads(False)      # an output that nobody uses has the gradient None instead of zeros
-    ctx.save_for_backward(q, k, v, *output)
+flash_forward = operator(
+    "flash_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)", launch_forward,
+    lambda q, k, v, causal, scale: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+flash_backward = operator(
+    "flash_backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor grad_o, Tensor? grad_lse, bool causal, "
+    "float scale) -> (Tensor, Tensor, Tensor)", lambda *args: tuple(launch_backward(*args)),
+    lambda q, k, v, *_: (like(q), like(k), like(v)))
+flash_packed_backward = operator(
+    "flash_packed_backward(Tensor qkv, Tensor o, Tensor lse, Tensor grad_o, float scale) -> Tensor",
+    launch_packed_backward, lambda qkv, *_: packed_like(qkv))
 
 
-def _backward(ctx, grad_o, grad_lse):
-    if grad_o is None:
-        grad_o = torch.zeros_like(ctx.saved_tensors[3])
-    return *flash_backward(*ctx.saved_tensors, grad_o, grad_lse, ctx.causal, ctx.scale), None, None
+class FlashAttention(torch.autograd.Function):
+    """forward: o (B, nh, Tq, hs) and its log-sum-exp in base 2, (B, nh, Tq) / backward: dq, dk, dv."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        ctx.set_materialize_grads(False)      # an output that nobody uses has the gradient None instead of zeros
+        o, lse = flash_forward(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad_o, grad_lse):
+        grad_o = torch.zeros_like(ctx.saved_tensors[3]) if grad_o is None else grad_o
+        return *flash_backward(*ctx.saved_tensors, grad_o, grad_lse, ctx.causal, ctx.scale), None, None
 
 
-flash_forward.register_autograd(_backward, setup_context=_save)
+class PackedFlashAttention(torch.autograd.Function):
+    """forward: o (B, nh, T, hs), causal, of qkv (3, B, nh, T, hs) / backward: the gradient of qkv, one tensor."""
+
+    @staticmethod
+    def forward(ctx, qkv, scale):
+        o, lse = flash_forward(*qkv.unbind(0), True, scale)
+        ctx.save_for_backward(qkv, o, lse)
+        ctx.scale = scale
+        return o
+
+    @staticmethod
+    def backward(ctx, grad_o):
+        return flash_packed_backward(*ctx.saved_tensors, grad_o, ctx.scale), None
 
 
 def check_attention(q, k, v, causal):
@@ -485,15 +526,23 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     """
     check_attention(q, k, v, causal)
     scale = q.size(-1) ** -0.5 if scale is None else float(scale)
-    if has_kernels(q) and q.size(-1) <= 256 and q.numel() and k.numel():
+    if attends(q) and k.numel():
         if scale <= 0:                                                       # the kernel scales after the maximum
             q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
-        o, lse = flash_forward(q, k, v, causal, scale)
+        o, lse = FlashAttention.apply(q, k, v, causal, scale)
         return (o, lse / LOG2E) if return_lse else o
     if return_lse or k.size(2) == 0:
         o, lse = attention_naive(q, k, v, causal, scale)
         return (o, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else o
     return torch_attention(q, k, v, causal, scale)
+
+
+def packed_flash_attention(qkv):
+    """Causal flash_attention(q, k, v) of qkv (3, B, nh, T, hs), the three as one projection makes them. The gradient is
+    one tensor too, which the projection's backward takes as it is: three would first be copied into one."""
+    if attends(qkv):
+        return PackedFlashAttention.apply(qkv, qkv.size(-1) ** -0.5)
+    return flash_attention(*qkv.unbind(0))
 
 
 def torch_attention(q, k, v, causal=True, scale=None, dropout=0.0):

@@ -41,7 +41,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from flash import attention_naive, flash_attention, linear_cross_entropy, torch_attention
+from flash import attention_naive, linear_cross_entropy, packed_flash_attention, torch_attention
 
 
 class UserError(ValueError):
@@ -90,17 +90,17 @@ def derive(seed, *key):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Attention, three ways with the same numbers: q (B, nh, Tq, hs), k and v (B, nh, Tk, hs) -> (B, nh, Tq, hs)
+# Causal attention, three ways with the same numbers: qkv (3, B, nh, T, hs) -> (B, nh, T, hs)
 
-def flash(q, k, v, dropout):
-    """The kernels of flash.py, which have no dropout: with dropout, torch's."""
-    return torch_attention(q, k, v, dropout=dropout) if dropout else flash_attention(q, k, v)
+def flash(qkv, dropout):
+    """The kernels of flash.py, which have no dropout: with dropout, or where there are no kernels, torch's."""
+    return torch_attention(*qkv.unbind(0), dropout=dropout) if dropout else packed_flash_attention(qkv)
 
 
 ATTENTION = {"flash": flash,
-             "torch": lambda q, k, v, dropout: torch_attention(q, k, v, dropout=dropout),
-             "naive": lambda q, k, v, dropout: attention_naive(q, k, v, dropout=dropout)[0]}
-ATTENTION["auto"] = ATTENTION["flash"]      # which is torch's where there are no kernels
+             "torch": lambda qkv, dropout: torch_attention(*qkv.unbind(0), dropout=dropout),
+             "naive": lambda qkv, dropout: attention_naive(*qkv.unbind(0), dropout=dropout)[0]}
+ATTENTION["auto"] = flash
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -119,20 +119,24 @@ class LayerNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Tokens look at earlier tokens. (B, T, C) -> (B, T, C); how they look is the caller's `attend`."""
+    """Tokens look at earlier tokens. (B, T, C) -> (B, T, C); how they look is the caller's `attend`. Without one it's
+    causal attention among the tokens at hand, by the function that `attention` names."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, attention):
         super().__init__()
         C = config.n_embd
-        self.layer, self.hs, self.dropout = layer, C // config.n_head, config.dropout
+        self.layer, self.hs, self.dropout, self.causal = layer, C // config.n_head, config.dropout, ATTENTION[attention]
         self.qkv = nn.Linear(C, 3 * C, bias=config.bias)
         self.proj = nn.Linear(C, C, bias=config.bias)
 
-    def forward(self, x, attend):
+    def forward(self, x, attend=None):
         B, T, _ = x.shape
         qkv = self.qkv(x).view(B, T, 3, -1, self.hs)                         # (B, T, 3C) -> (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)                       # each (B, nh, T, hs)
-        o = attend(self.layer, q, k, v)                                      # (B, nh, T, hs)
+        qkv = qkv.permute(2, 0, 3, 1, 4)                                     # (3, B, nh, T, hs)
+        if attend:
+            o = attend(self.layer, *qkv.unbind(0))                           # (B, nh, T, hs)
+        else:
+            o = self.causal(qkv, self.dropout if self.training else 0.0)     # (B, nh, T, hs)
         o = o.transpose(1, 2).reshape(B, T, -1)                              # (B, T, nh, hs) -> (B, T, C)
         return F.dropout(self.proj(o), self.dropout, self.training)
 
@@ -164,14 +168,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Two residual branches, each behind its layer norm (pre-LN: the residual stream itself is never scaled)."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, attention):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, config.bias)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, layer, attention)
         self.ln_2 = LayerNorm(config.n_embd, config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, attend):
+    def forward(self, x, attend=None):
         x = x + self.attn(self.ln_1(x), attend)                              # (B, T, C)
         return x + self.mlp(self.ln_2(x))                                    # (B, T, C)
 
@@ -183,7 +187,7 @@ class GPT(nn.Module):
     The embedding `wte` is also the head's matrix (tied), so first and last stage both have it, under one name.
     Blocks are named by their number in the whole model: a parameter's name is the same on every stage.
     `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention`, a key of
-    ATTENTION, is what the default `attend` uses.
+    ATTENTION, is what computes it without an `attend`.
     """
 
     def __init__(self, config, layers=None, seed=0, attention="auto"):
@@ -191,13 +195,12 @@ class GPT(nn.Module):
         self.config = config
         self.layers = range(config.n_layer) if layers is None else layers
         self.first, self.last = 0 in self.layers, config.n_layer - 1 in self.layers
-        self.attention = attention
         with torch.device("meta"):        # shapes only: reset() below gives the values
             if self.first or self.last:
                 self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
             if self.first:
                 self.wpe = nn.Embedding(config.block_size, config.n_embd)
-            self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in self.layers})
+            self.blocks = nn.ModuleDict({str(i): Block(config, i, attention) for i in self.layers})
             if self.last:
                 self.ln_f = LayerNorm(config.n_embd, config.bias)
         self.to_empty(device="cpu")
@@ -221,11 +224,6 @@ class GPT(nn.Module):
             p.zero_()                                                        # the padded rows stay zero
             p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
 
-    def causal(self, layer, q, k, v):
-        """The default `attend`: causal attention among the tokens at hand, in every layer alike."""
-        dropout = self.config.dropout if self.training else 0.0
-        return ATTENTION[self.attention](q, k, v, dropout)
-
     def trunk(self, x, pos=None, attend=None):
         """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
         pos: (T,) or (B, T) int64, by default 0 .. T - 1. Returns (B, T, C), after ln_f if this is the last stage."""
@@ -238,7 +236,7 @@ class GPT(nn.Module):
             x = self.wte(x) + self.wpe(pos)                                  # (B, T, C)
             x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks.values():
-            x = block(x, attend or self.causal)                              # (B, T, C)
+            x = block(x, attend)                                             # (B, T, C)
         return self.ln_f(x) if self.last else x
 
     def forward(self, x, pos=None, attend=None):

@@ -321,6 +321,19 @@ def join_texts(folder, path):
 # --------------------------------------------------------------------------------------------------------------
 # The optimizer: masters in float32, a model in whatever it computes in
 
+def adamw(master, weights, grad, m, v, clip, lr, decay, beta1, beta2, correction1, correction2):
+    """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m and
+    v are the running means of g and g^2; both start at 0, and the corrections 1 - beta^t take that bias out. Compiled,
+    this is one kernel that reads and writes each number once: on a GPU it's memory that an optimizer waits for."""
+    g = grad * clip
+    m.lerp_(g, 1 - beta1)                                                    # beta1 m + (1 - beta1) g
+    v.lerp_(g * g, 1 - beta2)
+    master.mul_(1 - lr * decay)
+    master.sub_(lr * (m / correction1) / ((v / correction2).sqrt() + 1e-8))
+    if weights is not None:                                                  # of another dtype than the masters
+        weights.copy_(master)
+
+
 class Master:
     """AdamW on ONE flat vector that holds every parameter in float32 (float64 for a float64 model).
 
@@ -347,17 +360,10 @@ class Master:
         for name, view in self.views(self.weights).items():
             self.params[name].data = view
         self.moments = {key: torch.zeros_like(self.master) for key in ("exp_avg", "exp_avg_sq")}
-        matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
-        cuts, decays = (slice(0, matrices), slice(matrices, None)), (args.weight_decay, 0.0)
-        parts = [self.master[cut] for cut in cuts]
-        groups = [{"params": [part], "weight_decay": decay} for part, decay in zip(parts, decays)]
-        self.adamw = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=1e-8,
-                                       fused=self.master.device.type in ("cuda", "cpu"))
-        for cut, part in zip(cuts, parts):
-            part.grad = self.grad[cut]
-            moments = {key: moment[cut] for key, moment in self.moments.items()}
-            self.adamw.state[part] = {"step": torch.zeros((), device=part.device), **moments}
-        self.clip, self.scaled = args.grad_clip, dtype == torch.float16
+        self.matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
+        self.adamw = torch.compile(adamw, dynamic=False) if args.compile else adamw
+        self.updates, self.clip, self.decay, self.betas = 0, args.grad_clip, args.weight_decay, (args.beta1, args.beta2)
+        self.scaled = dtype == torch.float16
         self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
 
     def views(self, flat):
@@ -368,12 +374,12 @@ class Master:
     def accumulate(self):
         """Adds the parameters' gradients to the flat float32 one and drops them. A parameter that had no part in
         the loss has a gradient of zero."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params.values()]
-        joined = torch.cat([g.flatten() for g in grads])
+        into, grads = list(self.views(self.grad).values()), [p.grad for p in self.params.values()]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.params.values(), grads)]
         if self.spent:
-            self.grad.copy_(joined)
+            torch._foreach_copy_(into, grads)
         else:
-            self.grad += joined
+            torch._foreach_add_(into, grads)
         self.spent = False
         for p in self.params.values():
             p.grad = None
@@ -385,13 +391,15 @@ class Master:
             self.grad /= self.scale
         norm = torch.linalg.vector_norm(self.grad)
         if self.update_scale(norm):
-            if self.clip > 0:
-                self.grad *= (self.clip / norm).clamp(max=1.0)
-            for group in self.adamw.param_groups:
-                group["lr"] = lr
-            self.adamw.step()
-            if self.weights is not self.master:
-                self.weights.copy_(self.master)
+            self.updates += 1
+            clip = (self.clip / norm).clamp(max=1.0) if self.clip > 0 else torch.ones_like(norm)
+            changing = lr, *(1 - beta ** self.updates for beta in self.betas)
+            # as tensors: the compiled step would take Python's numbers for constants
+            lr, *corrections = (torch.tensor(x, dtype=torch.float64) for x in changing)
+            weights = None if self.weights is self.master else self.weights
+            for cut, decay in ((slice(0, self.matrices), self.decay), (slice(self.matrices, None), 0.0)):
+                flat = [x if x is None else x[cut] for x in (self.master, weights, self.grad, *self.moments.values())]
+                self.adamw(*flat, clip, lr, decay, *self.betas, *corrections)
         self.spent = True
         return norm
 
@@ -409,8 +417,7 @@ class Master:
 
     def state(self):
         """What a checkpoint keeps, on the CPU: {name: float32 tensor of full shape} for masters and both moments."""
-        updates = next(iter(self.adamw.state.values()))["step"]
-        return {"model": self.views(self.master.cpu()), "updates": int(updates),
+        return {"model": self.views(self.master.cpu()), "updates": self.updates,
                 "moments": {key: self.views(moment.cpu()) for key, moment in self.moments.items()},
                 "scaler": {"scale": self.scale, "good_steps": self.good_steps} if self.scaled else None}
 
@@ -423,8 +430,7 @@ class Master:
                 view.copy_(named[name])
             if not flat.isfinite().all():
                 raise UserError("the checkpoint holds moments that are not numbers")
-        for group in self.adamw.state.values():
-            group["step"].fill_(state["updates"])
+        self.updates = state["updates"]
         self.weights.copy_(self.master)
         if self.scaled and state["scaler"]:
             self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]

@@ -13,8 +13,8 @@ from conftest import DEVICE
 
 import flash
 from flash import (LinearCrossEntropy, RecomputedMLP, attention_naive, attention_tiled, flash_attention, launch_backward,
-                   launch_forward, linear_cross_entropy, matmul_tiled, merge, softmax_grad, softmax_grad_naive,
-                   softmax_online, softmax_rows, softmax_safe, torch_attention)
+                   launch_forward, linear_cross_entropy, matmul_tiled, merge, packed_flash_attention, softmax_grad,
+                   softmax_grad_naive, softmax_online, softmax_rows, softmax_safe, torch_attention)
 
 ROOT = Path(__file__).parent.parent
 CUDA = DEVICE == "cuda"
@@ -199,6 +199,17 @@ def test_packed_qkv_and_gradients_of_any_stride():
     assert error(flash_attention(wide, wide, wide), attention_naive(wide, wide, wide)[0]) < 2e-6
     same = torch.randn(1, 1, 33, 16, device=DEVICE).expand(2, 3, 33, 16)     # strides of 0
     assert error(flash_attention(same, same, same), attention_naive(same, same, same)[0]) < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("B,nh,T,hs", [(2, 3, 33, 16), (1, 1, 1, 64), (1, 2, 70, 5)])
+def test_the_packed_form(B, nh, T, hs):
+    packed, do = torch.randn(B, T, 3, nh, hs, device=DEVICE, requires_grad=True), torch.randn(B, nh, T, hs, device=DEVICE)
+    qkv = packed.permute(2, 0, 3, 1, 4)
+    o, want = packed_flash_attention(qkv), flash_attention(*qkv)
+    assert torch.equal(o, want)
+    got, grad = torch.autograd.grad(o, packed, do)[0], torch.autograd.grad(want, packed, do)[0]
+    assert torch.equal(got, grad) and got.is_contiguous()
 
 
 @needs_triton
