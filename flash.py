@@ -667,7 +667,8 @@ SHAPES = [(16, 12, 1024, 64, True), (64, 12, 1024, 64, True), (4, 32, 4096, 64, 
 
 def relative(a, b):
     """The error of a against b, in the Frobenius norm."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 def saved_bytes(f):
