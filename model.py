@@ -15,12 +15,16 @@ The one seam. A block computes queries, keys and values and asks a function for 
 Training passes causal attention. A paged cache, a token slice of a pipeline or a kernel passes its own `attend`;
 the model knows nothing of them.
 
-Letters: B batch, T tokens, C embedding, nh heads, hs = C / nh head size, V vocabulary, L layers.
+With n_expert > 0 the MLP of a block is a mixture of E experts: a router sends each token to one or two of them, so that
+there are E times the weights at about the cost of one MLP (or two).
+
+Letters: B batch, T tokens, C embedding, nh heads, hs = C / nh head size, V vocabulary, L layers, E experts.
 
 Papers: GPT-2 (Radford et al. 2019); Attention Is All You Need (Vaswani et al. 2017, 1706.03762); layer norm
 (Ba et al. 2016, 1607.06450); GELU (Hendrycks & Gimpel 2016, 1606.08415); tied embeddings (Press & Wolf 2016,
 1608.05859); FLOPs per token (PaLM: Chowdhery et al. 2022, 2204.02311, appendix B); nucleus sampling
-(Holtzman et al. 2019, 1904.09751).
+(Holtzman et al. 2019, 1904.09751); mixture of experts (GShard: Lepikhin et al. 2020, 2006.16668; Switch Transformer:
+Fedus et al. 2021, 2101.03961).
 
     python train.py          trains one            python sample.py         writes with one
 
@@ -62,6 +66,10 @@ class GPTConfig:
     n_embd: int = 768         # C
     dropout: float = 0.0      # on the embedding, the attention weights and both residual branches
     bias: bool = True         # of linear layers and layer norms
+    n_expert: int = 0         # E, the MLPs among which a router chooses; 0: one dense MLP in every block
+    top_k: int = 1            # experts a token is sent to: 1 as in Switch, 2 as in GShard
+    capacity_factor: float = 1.25    # room for a sequence's tokens at an expert, in terms of an even share; in training
+    aux_weight: float = 0.01  # of the loss that keeps the experts evenly used
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -71,6 +79,16 @@ class GPTConfig:
             raise UserError(f"n_embd={self.n_embd} can't be split over n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.n_expert < 0:
+            raise UserError(f"n_expert={self.n_expert} must be 0 (no experts) or a positive number")
+        if self.top_k not in (1, 2):
+            raise UserError(f"top_k={self.top_k} must be 1 or 2 experts for each token")
+        if 0 < self.n_expert < self.top_k:
+            raise UserError(f"top_k={self.top_k} experts can't be chosen among n_expert={self.n_expert}")
+        if not 0 < self.capacity_factor < math.inf:
+            raise UserError(f"capacity_factor={self.capacity_factor} must be a positive number")
+        if not 0 <= self.aux_weight < math.inf:
+            raise UserError(f"aux_weight={self.aux_weight} must be 0 or a positive number")
 
     @property
     def padded_vocab(self):
@@ -165,19 +183,161 @@ class MLP(nn.Module):
         return F.dropout(self.proj(h), self.dropout, self.training)          # (B, T, C)
 
 
+# --------------------------------------------------------------------------------------------------------------
+# Mixture of experts: E MLPs in the place of one, and a router that sends each token to k of them (k = 1 or 2)
+#
+#     y[t] = sum over t's choices e of  gate[t, e] * expert_e(x[t])
+#
+# As a sum over experts with zeros in it that would cost E MLPs. Instead tokens are moved: every expert has a row of
+# slots, each token is copied into a slot of every expert that it chose, one batched product runs all experts over their
+# slots, and the answers are copied back. Here E = 3, T = 4, k = 1, two slots an expert, router's choices 2 0 2 2:
+#
+#     expert   0      1      2             owner   1 -   - -   0 2       which assignment fills the slot
+#     slot     0 1    2 3    4 5           slot    4 0 5 none            which slot holds the assignment
+#
+# Token 3 came too late: expert 2 is full, and t = 3 goes on through the residual alone. Products need fixed shapes, so
+# that slots are limited; a loss keeps the router from filling some experts and starving others. `slot` and `owner` are
+# inverses, so that the gradient of either copy is the other copy.
+
+def rows(x, index):
+    """x (B, N, C), index (B, M) int64 in 0 .. N -> (B, M, C): x's rows of those numbers, zeros where the index is N."""
+    x = F.pad(x, (0, 0, 0, 1))                                               # (B, N + 1, C)
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.size(-1)))       # (B, M, C)
+
+
+class Move(torch.autograd.Function):
+    """forward: rows(x, index), x (B, N, C), index (B, M) -> (B, M, C) / backward: the same by `back`, copies summed.
+
+    back (B, r * N): number j * N + n says to which of the M rows the j-th copy of row n went; M: to none. Autograd's
+    own backward would be a scatter-add, whose atomics are slow in 16 bits and add in an order that isn't fixed."""
+
+    @staticmethod
+    def forward(ctx, x, index, back):
+        ctx.save_for_backward(back)
+        ctx.N = x.size(1)
+        return rows(x, index)
+
+    @staticmethod
+    def backward(ctx, dy):
+        back, = ctx.saved_tensors
+        dx = rows(dy, back)                                                  # (B, r*N, C)
+        return dx.view(dx.size(0), -1, ctx.N, dx.size(-1)).sum(1), None, None      # (B, r, N, C) -> (B, N, C)
+
+
+def place(choice, E, capacity):
+    """Gives out the slots, in token order; all first choices come before any second one (GShard, algorithm 1).
+
+    choice (B, k, T) int64: expert ids. An assignment has the number j * T + t: the j-th choice of token t. Returns
+    slot (B, k*T) int64: where each assignment goes, expert * capacity + position; E * capacity: dropped, no room left
+    owner (B, E*capacity) int64: the inverse, the assignment in each slot; k * T: empty
+    load (B, E, k*T) int32: how many of the assignments up to this one want each expert, dropped ones too"""
+    B, choice = choice.size(0), choice.flatten(1)                            # (B, k*T)
+    n, ids = choice.size(1), torch.arange(E, device=choice.device)
+    load = (choice.unsqueeze(1) == ids.view(E, 1)).cumsum(-1, dtype=torch.int32)           # (B, E, k*T)
+    position = load.gather(1, choice.unsqueeze(1)).squeeze(1) - 1            # (B, k*T): earlier ones at the same expert
+    slot = torch.where(position < capacity, choice * capacity + position, E * capacity)    # (B, k*T)
+    owner = torch.full((B, E * capacity + 1), n, device=choice.device)       # one more slot takes all that is dropped
+    owner = owner.scatter(1, slot, torch.arange(n, device=choice.device).expand(B, n))
+    return slot, owner[:, :-1], load
+
+
+class Experts(nn.Module):
+    """E MLPs side by side, each on rows of its own: (G, E, n, C) -> (G, E, n, C) for G groups of n rows an expert.
+    E is that of the weights: a process may hold some of the experts and get the rows of more groups for them."""
+
+    def __init__(self, config):
+        super().__init__()
+        E, C = config.n_expert, config.n_embd
+        self.fc_weight = nn.Parameter(torch.empty(E, C, 4 * C))
+        self.fc_bias = nn.Parameter(torch.empty(E, 4 * C)) if config.bias else None
+        self.proj_weight = nn.Parameter(torch.empty(E, 4 * C, C))
+        self.proj_bias = nn.Parameter(torch.empty(E, C)) if config.bias else None
+
+    def forward(self, x):
+        G, _, n, C = x.shape
+        E = self.fc_weight.size(0)
+        x = x.transpose(0, 1).reshape(E, G * n, C)                           # (G, E, n, C) -> (E, G*n, C)
+        h = torch.bmm(x, self.fc_weight)                                     # (E, G*n, C) @ (E, C, 4C) -> (E, G*n, 4C)
+        if self.fc_bias is not None:
+            h = h + self.fc_bias.unsqueeze(1)                                # (E, 1, 4C)
+        y = torch.bmm(gelu(h), self.proj_weight)                             # (E, G*n, 4C) @ (E, 4C, C) -> (E, G*n, C)
+        if self.proj_bias is not None:
+            y = y + self.proj_bias.unsqueeze(1)                              # (E, 1, C)
+        return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
+
+
+class MoE(nn.Module):
+    """Each token through the k of E experts that a router chooses for it. A group (GShard's word for the tokens that
+    share the slots) is a sequence, so that the result doesn't depend on how a batch is split.
+
+    x (B, T, C) -> y (B, T, C); aux (B,), float32 or wider: each sequence's balancing loss; counts (E + 1,) float32
+    without gradient: the assignments that each expert kept, then the number dropped.
+
+    In training an expert has min(T, ceil(k T / E * capacity_factor)) slots a sequence. In eval mode it has T, so that
+    nothing is dropped and a token's output depends on that token alone, as decoding with a cache needs. With k = 2
+    training isn't strictly causal: a later token's first choice can take the slot of an earlier one's second."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.capacity_factor, self.dropout = config.top_k, config.capacity_factor, config.dropout
+        self.router = nn.Linear(config.n_embd, config.n_expert, bias=False)
+        self.experts = Experts(config)
+
+    def route(self, x):
+        """x (B, T, C) -> probs (B, T, E), gates (B, k, T), both float32 or wider (Switch, 2.4: in bfloat16 training is
+        unstable), and choice (B, k, T) int64, the likeliest first and of equals the lowest id. k = 1: the gate is the
+        probability itself, which is how the router learns (Switch); k = 2: the two add up to 1 (GShard, which sends a
+        token to its second choice at random; here it always goes)."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.router.weight.to(wide))           # (B, T, C) @ (C, E) -> (B, T, E)
+        probs = logits.softmax(-1)
+        left, choice = probs.detach(), []
+        for _ in range(self.top_k):
+            choice.append(left.argmax(-1, keepdim=True))                     # (B, T, 1); argmax is the first of equals
+            left = left.scatter(-1, choice[-1], -1.0)
+        choice = torch.cat(choice, -1)                                       # (B, T, k)
+        gates = probs.gather(-1, choice)                                     # (B, T, k)
+        if self.top_k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        return probs, gates.transpose(1, 2), choice.transpose(1, 2)          # (B, k, T) the last two
+
+    def forward(self, x):
+        B, T, C = x.shape
+        E, k = self.router.out_features, self.top_k
+        probs, gates, choice = self.route(x)                                 # (B, T, E), (B, k, T), (B, k, T)
+        capacity = min(T, math.ceil(k * T / E * self.capacity_factor)) if self.training else T
+        slot, owner, load = place(choice, E, capacity)                       # (B, k*T), (B, E*capacity), (B, E, k*T)
+
+        token = torch.where(owner < k * T, owner % T, T)                     # (B, E*capacity); T: an empty slot
+        h = Move.apply(x, token, slot)                                       # (B, T, C) -> (B, E*capacity, C)
+        h = self.experts(h.view(B, E, capacity, C))                          # (B, E, capacity, C)
+        y = Move.apply(h.reshape(B, E * capacity, C), slot, owner)           # (B, E*capacity, C) -> (B, k*T, C)
+        y = (y.view(B, k, T, C) * gates.unsqueeze(-1)).sum(1).to(x.dtype)    # (B, k, T, C) * (B, k, T, 1) -> (B, T, C)
+
+        share = load[:, :, T - 1].to(probs.dtype) / T                        # (B, E): f, of the first choices
+        aux = E * (share * probs.mean(1)).sum(-1)                            # (B,): E sum_e f_e P_e, 1 when even
+        kept = load[:, :, -1].clamp(max=capacity).sum(0)                     # (E,)
+        counts = torch.cat([kept, B * k * T - kept.sum(0, keepdim=True)]).float()          # (E + 1,)
+        return F.dropout(y, self.dropout, self.training), aux, counts
+
+
 class Block(nn.Module):
-    """Two residual branches, each behind its layer norm (pre-LN: the residual stream itself is never scaled)."""
+    """Two residual branches, each behind its layer norm (pre-LN: the residual stream itself is never scaled).
+    x (B, T, C) -> (B, T, C); with experts -> that, aux (B,) and counts (E + 1,), as MoE gives them."""
 
     def __init__(self, config, layer, attention):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, config.bias)
         self.attn = Attention(config, layer, attention)
         self.ln_2 = LayerNorm(config.n_embd, config.bias)
-        self.mlp = MLP(config)
+        self.mlp = MoE(config) if config.n_expert else MLP(config)
 
     def forward(self, x, attend=None):
         x = x + self.attn(self.ln_1(x), attend)                              # (B, T, C)
-        return x + self.mlp(self.ln_2(x))                                    # (B, T, C)
+        y = self.mlp(self.ln_2(x))                                           # (B, T, C)
+        if isinstance(y, tuple):                                             # y, aux, counts
+            return x + y[0], *y[1:]
+        return x + y
 
 
 class GPT(nn.Module):
@@ -188,13 +348,18 @@ class GPT(nn.Module):
     Blocks are named by their number in the whole model: a parameter's name is the same on every stage.
     `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention`, a key of
     ATTENTION, is what computes it without an `attend`.
+
+    With experts, a pass through the blocks leaves two attributes that hold until the next: `aux` (B,), the layers'
+    balancing losses added up, for each sequence, with gradient; and `counts` (layers held, E + 1) float32, the
+    assignments kept by each expert and the number dropped. Without experts both are None.
     """
 
-    def __init__(self, config, layers=None, seed=0, attention="auto"):
+    def __init__(self, config, layers=None, seed=0, attention="auto", device="cpu"):
         super().__init__()
         self.config = config
         self.layers = range(config.n_layer) if layers is None else layers
         self.first, self.last = 0 in self.layers, config.n_layer - 1 in self.layers
+        self.aux = self.counts = None
         with torch.device("meta"):        # shapes only: reset() below gives the values
             if self.first or self.last:
                 self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
@@ -203,30 +368,22 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleDict({str(i): Block(config, i, attention) for i in self.layers})
             if self.last:
                 self.ln_f = LayerNorm(config.n_embd, config.bias)
-        self.to_empty(device="cpu")
+        self.cross_entropy = linear_cross_entropy
+        if device != "meta":
+            self.to_empty(device=device)
         if seed is not None:
             self.reset(seed)
 
     @torch.no_grad()
     def reset(self, seed):
-        """GPT-2's initialisation. Normal, deviation 0.02 (positions 0.01); the two projections that end a residual
-        branch are divided by sqrt(2L), so that the sum of 2L branches keeps the stream's variance at depth L.
-        Each value depends on (seed, parameter name) alone, and is drawn on the CPU: any stage, shard or device
-        starts from the same model."""
+        """The initial weights, each by `initial`."""
         for name, p in self.named_parameters():
-            if p.dim() == 1:
-                p.fill_(1.0 if name.endswith("weight") else 0.0)             # layer norms; biases
-                continue
-            std = 0.01 if name == "wpe.weight" else 0.02
-            if name.endswith("proj.weight"):
-                std /= math.sqrt(2 * self.config.n_layer)
-            rows = self.config.vocab_size if name == "wte.weight" else p.size(0)
-            p.zero_()                                                        # the padded rows stay zero
-            p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
+            p.copy_(initial(self.config, {name: p.shape}, seed, name))
 
     def trunk(self, x, pos=None, attend=None):
         """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
-        pos: (T,) or (B, T) int64, by default 0 .. T - 1. Returns (B, T, C), after ln_f if this is the last stage."""
+        pos: (T,) or (B, T) int64, by default 0 .. T - 1. Returns (B, T, C), after ln_f if this is the last stage.
+        Sets self.aux and self.counts."""
         if self.first:
             T = x.size(1)
             if pos is None:
@@ -235,8 +392,15 @@ class GPT(nn.Module):
                 pos = torch.arange(T, device=x.device)                       # (T,)
             x = self.wte(x) + self.wpe(pos)                                  # (B, T, C)
             x = F.dropout(x, self.config.dropout, self.training)
+        aux, counts = [], []
         for block in self.blocks.values():
             x = block(x, attend)                                             # (B, T, C)
+            if self.config.n_expert:
+                x, layer_aux, layer_counts = x
+                aux.append(layer_aux)                                        # (B,)
+                counts.append(layer_counts)                                  # (E + 1,)
+        self.aux = torch.stack(aux).sum(0) if aux else None                  # (layers, B) -> (B,)
+        self.counts = torch.stack(counts) if counts else None                # (layers, E + 1)
         return self.ln_f(x) if self.last else x
 
     def forward(self, x, pos=None, attend=None):
@@ -245,17 +409,26 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight)[..., :self.config.vocab_size] if self.last else x
 
     def loss(self, x, targets, total=None, pos=None, attend=None):
-        """Mean cross-entropy in nats, a float32 scalar (float64 for a float64 model).
+        """Mean cross-entropy in nats, in training plus the experts' balancing loss; a float32 scalar (float64 for a
+        float64 model).
 
         x as in forward; targets (B, T) int64, -1 where a token doesn't count. `total` is what the sum is divided
         by, by default the number of targets that count here. A caller that splits a batch passes the number in
         the whole batch to each part, and the parts add up to the mean, however unevenly they are filled.
+
+        The balancing loss is aux_weight * sum_b aux_b valid_b / total: a sequence's counts by its share of the targets,
+        valid_b, so that it too adds up however the batch is split. It's that of the layers held here alone, and not
+        part of the loss in eval mode, which stays comparable with a dense model's.
         """
         x = self.trunk(x, pos, attend)                                       # (B, T, C)
+        valid = (targets >= 0).sum(1)                                        # (B,)
         if total is None:
-            total = (targets >= 0).sum().clamp(min=1)
+            total = valid.sum().clamp(min=1)
         x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)          # (B*T, C), (B*T,)
-        return linear_cross_entropy(x, self.wte.weight, targets, self.config.vocab_size) / total
+        loss = self.cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
+        if self.training and self.aux is not None:
+            loss = loss + self.config.aux_weight * (self.aux * valid).sum()
+        return loss / total
 
     def compile_blocks(self):
         """torch.compile for the blocks. A block is compiled and not the model: all of them run one graph, so that
@@ -305,11 +478,37 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - (padding if self.first or self.last else 0)
 
 
+def is_matrix(name, p):
+    """Whether weight decay applies to parameter p: to what multiplies activations, hence to no bias (the experts' are
+    (E, C)) and no layer norm."""
+    return p.dim() > 1 and not name.endswith("bias")
+
+
+def initial(config, shapes, seed, name):
+    """The initial value of parameter `name`, on the CPU, float32, of shapes[name]: GPT-2's initialisation.
+
+    Normal, deviation 0.02 (positions 0.01); the two projections that end a residual branch are divided by sqrt(2L), so
+    that the sum of 2L branches keeps the stream's variance at depth L. A value depends on (seed, name) alone and is
+    drawn on the CPU: any stage, shard or device starts from the same model."""
+    shape = shapes[name]
+    if len(shape) == 1 or name.endswith("bias"):
+        return torch.full(shape, 1.0 if name.endswith("weight") else 0.0)    # layer norms; biases
+    std = 0.01 if name == "wpe.weight" else 0.02
+    if name.endswith(("proj.weight", "proj_weight")):
+        std /= math.sqrt(2 * config.n_layer)
+    rows = config.vocab_size if name == "wte.weight" else shape[0]
+    p = torch.zeros(shape)                                                   # the padded rows of wte stay zero
+    p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
+    return p
+
+
 def flops_per_token(config):
     """Training FLOPs per token by PaLM's formula: 6 for each weight that multiplies (2 forward, 4 backward; the
-    position table only adds), and 12 L C T for the scores and the weighted sum, causal halves counted whole."""
+    position table only adds), and 12 L C T for the scores and the weighted sum, causal halves counted whole. Of the
+    experts those count that a token is sent to, top_k, besides the router; empty and missing slots don't."""
     C, L = config.n_embd, config.n_layer
-    weights = config.vocab_size * C + L * 12 * C * C                         # head; qkv 3, proj 1, MLP 4 + 4
+    mlp = config.top_k * 8 * C * C + config.n_expert * C if config.n_expert else 8 * C * C    # 4 + 4 each; router
+    weights = config.vocab_size * C + L * (4 * C * C + mlp)                  # head; qkv 3, proj 1, MLP
     return 6 * weights + 12 * L * C * config.block_size
 
 
@@ -417,8 +616,11 @@ def load_checkpoint(path):
 
 
 def config_of(ckpt):
-    """The GPTConfig in a checkpoint's dictionary."""
-    return GPTConfig(**{f.name: ckpt["config"][f.name] for f in fields(GPTConfig)})
+    """The GPTConfig in a checkpoint's dictionary. Those saved before there were experts lack their fields, and a model
+    that such a checkpoint holds is one of the defaults."""
+    dense = {name: getattr(GPTConfig, name) for name in ("n_expert", "top_k", "capacity_factor", "aux_weight")}
+    given = {**dense, **ckpt["config"]}
+    return GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig)})
 
 
 def pick_device(name):

@@ -1,18 +1,18 @@
-"""Trains a GPT on text, on whatever machine this is: `python train.py`.
+"""Trains a GPT on text, on whatever machine this is: `python train.py`, or on many devices by torchrun.
 
 What it teaches: everything around the model that training takes. Data that is a function of (seed, step), so that a
-run can be cut anywhere; a step that gives the same numbers however the batch is split; low precision with float32
-masters; and files that survive a crash.
+run can be cut anywhere and every rank takes its part of the same batch; a step that gives the same numbers however the
+batch is split (parallel.py does the splitting); and files that survive a crash.
 
     python train.py                                     the default: reads the Python library's own sources
     python train.py --preset=baby --data=input.txt      a text of yours
     python train.py --resume                            goes on from out/ckpt.pt, bit for bit
+    torchrun --nproc_per_node=4 train.py --tp=2         on four GPUs, or on four processes of a CPU
     python train.py --help                              the manual
 
-Papers: GPT-2 (Radford et al. 2019); AdamW (Loshchilov & Hutter 2017, 1711.05101); mixed precision with float32
-masters and loss scaling (Micikevicius et al. 2017, 1710.03740); MFU (Chowdhery et al. 2022, 2204.02311).
+Papers: GPT-2 (Radford et al. 2019); MFU (Chowdhery et al. 2022, 2204.02311).
 
-Reads top to bottom: options, data, the optimizer, checkpoints, the loop, the program.
+Reads top to bottom: options, data, checkpoints, the loop, the program.
 """
 
 import signal
@@ -29,8 +29,9 @@ import os
 import shutil
 import sys
 import sysconfig
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Tokenizer, UserError, derive,
+from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
                    flops_per_token, load_checkpoint, pick_device, pick_dtype)
+from parallel import Parallel, Unreachable, all_reduce, check_layout, joined
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -70,6 +72,8 @@ DRAFTS = {
     "baby": dict(n_layer=1, n_head=4, n_embd=128, lr=5e-3, min_lr=5e-5, dropout=0.0, share=0.25),
 }
 ARCHITECTURE = [f.name for f in fields(GPTConfig)]
+FREE = ["dropout", "capacity_factor", "aux_weight"]      # of these, what a resumed run may change
+LAYOUT = ["dp", "ep", "tp", "zero"]      # a run goes on under any other: these aren't taken from a checkpoint
 
 
 def options():
@@ -101,12 +105,21 @@ def options():
     g.add_argument("--bias", action=yes_no, help="biases in linear layers and layer norms, as GPT-2 has them "
                    "(nanoGPT's own runs leave them out: 4%% faster)")
 
+    g.add_argument("--n_expert", type=int, default=0, help="experts a block, in place of its MLP (default: 0, none)")
+    g.add_argument("--top_k", type=int, default=1, help="experts that a token goes to: 1 as in Switch, 2 as in GShard "
+                   "(default: 1)")
+    g.add_argument("--capacity_factor", type=float, default=1.25, help="room of an expert, as a multiple of the tokens it "
+                   "gets if all get the same; what finds no room skips the layer (default: 1.25)")
+    g.add_argument("--aux_weight", type=float, default=0.01, help="weight of the loss that balances experts "
+                   "(default: 0.01)")
+
     g = p.add_argument_group("the optimization")
     g.add_argument("--max_steps", type=int, help="steps to train for")
     g.add_argument("--decay_steps", type=int, help="step at which the cosine reaches min_lr (default: max_steps)")
     g.add_argument("--batch_size", type=int, help="sequences in the GLOBAL batch of one step")
-    g.add_argument("--micro_batch", type=int, help="sequences that run at once; the rest of the batch follows and the "
-                   "gradients add up to the same (default: the most the preset allows that divides batch_size)")
+    g.add_argument("--micro_batch", type=int, help="sequences that a device runs at once; the rest of its part of the "
+                   "batch follows and the gradients add up to the same (default: the most the preset allows that "
+                   "divides that part)")
     g.add_argument("--lr", type=float, help="learning rate at its highest")
     g.add_argument("--min_lr", type=float, help="learning rate at the end (default with --lr: a tenth of it)")
     g.add_argument("--warmup_steps", type=int, help="steps of linear warm-up")
@@ -121,6 +134,14 @@ def options():
     g.add_argument("--eval_every", type=int, help="steps between validations; one is always at the end; 0: only that")
     g.add_argument("--eval_batches", type=int, help="batches of a validation, the same ones every time")
     g.add_argument("--save_every", type=int, help="steps between checkpoints; one is always at the end; 0: only that")
+
+    g = p.add_argument_group("many devices: the processes that torchrun started are laid out as dp x ep x tp")
+    g.add_argument("--dp", type=int, help="data parallel: parts of the batch (default: what the others leave)")
+    g.add_argument("--ep", type=int, default=1, help="expert parallel: groups of experts, n_expert / ep each; the batch is "
+                   "split over these too (default: 1)")
+    g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
+    g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out instead "
+                   "of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0, nothing)")
 
     g = p.add_argument_group("the machine")
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
@@ -155,10 +176,11 @@ def parse(argv=None):
     before = start["options"] if typed.resume else {}
     preset = typed.preset or before.get("preset") or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
     defaults = dict(PRESETS[preset], draft=preset in DRAFTS, micro_batch=None)
-    defaults.update({name: value for name, value in before.items() if name not in ("out", "resume")})
-    fixed = {name: start["config"][name] for name in ARCHITECTURE if name != "dropout"} if start else {}
+    defaults.update({name: value for name, value in before.items() if name not in ("out", "resume", *LAYOUT)})
+    fixed = asdict(config_of(start)) if start else {}
+    fixed = {name: value for name, value in fixed.items() if name not in FREE}
     for name, value in {**fixed, "preset": before.get("preset", preset)}.items():
-        if getattr(typed, name) not in (None, value):
+        if getattr(typed, name) not in (None, parser.get_default(name), value):
             raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}, which can't "
                             "change")
     defaults.update(fixed, preset=preset)
@@ -168,10 +190,13 @@ def parse(argv=None):
     args = parser.parse(argv)
     args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
     args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for, not as resolved
-    if args.micro_batch is None and args.batch_size > 0:
-        limit = min(PRESETS[preset]["micro_batch"], args.batch_size)
-        args.micro_batch = max(n for n in range(1, limit + 1) if args.batch_size % n == 0)
     check(args)
+    part = args.batch_size // data_ranks(args)
+    if args.micro_batch is None:
+        args.micro_batch = max(n for n in range(1, min(PRESETS[preset]["micro_batch"], part) + 1) if part % n == 0)
+    if part % args.micro_batch:
+        raise UserError(f"batch_size={args.batch_size} over {data_ranks(args)} data ranks is {part} each, not a multiple "
+                        f"of micro_batch={args.micro_batch}")
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
     if args.compile is None:      # on CUDA torch.compile needs Triton
@@ -181,7 +206,7 @@ def parse(argv=None):
 
 def check(args):
     """UserError for values that no run can use. GPTConfig checks the shapes."""
-    for name in ("batch_size", "micro_batch", "eval_batches", "vocab_size"):
+    for name in ("batch_size", "micro_batch", "eval_batches", "vocab_size", "dp", "ep", "tp"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 1")
     for name in ("max_steps", "decay_steps", "warmup_steps", "eval_every", "save_every", "lr", "min_lr", "weight_decay",
@@ -194,10 +219,20 @@ def check(args):
             raise UserError(f"{name}={getattr(args, name)} must be at least 0 and below 1")
     if args.data == "":
         raise UserError("data= names no file; without --data it's the Python library's own sources")
-    if args.batch_size % args.micro_batch:
-        raise UserError(f"batch_size={args.batch_size} is not a multiple of micro_batch={args.micro_batch}")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"torchrun started {os.environ['WORLD_SIZE']} processes, but this version trains in one")
+    world, ranks = int(os.environ.get("WORLD_SIZE", 1)), data_ranks(args)
+    if args.dp and args.dp * args.ep * args.tp != world:
+        raise UserError(f"dp={args.dp} x ep={args.ep} x tp={args.tp} is {args.dp * args.ep * args.tp}, but there are "
+                        f"{world} processes; start as many: torchrun --nproc_per_node={args.dp * args.ep * args.tp}")
+    if world % (args.ep * args.tp):
+        raise UserError(f"{world} processes can't be laid out with ep={args.ep} x tp={args.tp}"
+                        + ("; torchrun starts several" if world == 1 else ""))
+    if args.batch_size % ranks:
+        raise UserError(f"batch_size={args.batch_size} can't be split over {ranks} data ranks")
+
+
+def data_ranks(args):
+    """How many parts the batch is split into."""
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // args.tp)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -206,7 +241,7 @@ def check(args):
 class Data:
     """`train` and `val` (1-D arrays of uint8 or uint16; val may be empty), vocab_size and the tokenizer."""
 
-    def __init__(self, args):
+    def __init__(self, args, main_process=True):
         self.block_size, self.seed = args.block_size, args.seed
         path = Path(args.data) if args.data else None
         if path and (path / "train.bin").is_file():
@@ -220,7 +255,8 @@ class Data:
                 if self.vocab_size > 256:
                     raise UserError(f"vocab_size={self.vocab_size}, but text is read as bytes, which are 256")
                 if not path or path.is_dir():
-                    path = join_texts(path, Path(args.out) / "text.txt")
+                    text = Path(args.out) / "text.txt"
+                    path = join_texts(path, text) if main_process else text
                 self.train, self.val = split(read_array(path, np.uint8), path, self.block_size)
         except OSError as error:
             raise UserError(f"data={error.filename} can't be read: {error.strerror}") from None
@@ -318,124 +354,6 @@ def join_texts(folder, path):
     return path
 
 
-# --------------------------------------------------------------------------------------------------------------
-# The optimizer: masters in float32, a model in whatever it computes in
-
-def adamw(master, weights, grad, m, v, clip, lr, decay, beta1, beta2, correction1, correction2):
-    """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m and
-    v are the running means of g and g^2; both start at 0, and the corrections 1 - beta^t take that bias out. Compiled,
-    this is one kernel that reads and writes each number once: on a GPU it's memory that an optimizer waits for."""
-    g = grad * clip
-    m.lerp_(g, 1 - beta1)                                                    # beta1 m + (1 - beta1) g
-    v.lerp_(g * g, 1 - beta2)
-    master.mul_(1 - lr * decay)
-    master.sub_(lr * (m / correction1) / ((v / correction2).sqrt() + 1e-8))
-    if weights is not None:                                                  # of another dtype than the masters
-        weights.copy_(master)
-
-
-class Master:
-    """AdamW on ONE flat vector that holds every parameter in float32 (float64 for a float64 model).
-
-    bfloat16 keeps 8 bits of a number: a weight of 1 can't move by less than 1/256, and most of Adam's steps are
-    smaller. So the model computes with low-precision copies, and steps are taken on masters (Micikevicius 2017):
-
-        master (float32) --cast--> weights (dtype) --forward, backward--> gradients (dtype) --add--> grad (float32)
-
-    All three vectors are flat and the model's parameters are views of `weights`, so a step is a few kernels over
-    long vectors instead of a few for each parameter. Matrices come first: weight decay is for a prefix. In float32
-    `weights` IS `master` and nothing is copied.
-
-    float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
-    divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double
-    it. In the other dtypes the scale stays 1.
-    """
-
-    def __init__(self, model, dtype, args):
-        self.params = dict(sorted(model.named_parameters(), key=lambda item: item[1].dim() < 2))     # matrices first
-        wide = torch.promote_types(dtype, torch.float32)
-        self.master = torch.cat([p.detach().flatten().to(wide) for p in self.params.values()])
-        self.weights = self.master.to(dtype)                                 # the same tensor if the dtype is the same
-        self.grad, self.spent = torch.zeros_like(self.master), True          # spent: the next gradient overwrites it
-        for name, view in self.views(self.weights).items():
-            self.params[name].data = view
-        self.moments = {key: torch.zeros_like(self.master) for key in ("exp_avg", "exp_avg_sq")}
-        self.matrices = sum(p.numel() for p in self.params.values() if p.dim() > 1)
-        self.adamw = torch.compile(adamw, dynamic=False) if args.compile else adamw
-        self.updates, self.clip, self.decay, self.betas = 0, args.grad_clip, args.weight_decay, (args.beta1, args.beta2)
-        self.scaled = dtype == torch.float16
-        self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
-
-    def views(self, flat):
-        """A flat vector cut into {name: tensor of that parameter's shape}."""
-        pieces = flat.split([p.numel() for p in self.params.values()])
-        return {name: piece.view(p.shape) for (name, p), piece in zip(self.params.items(), pieces)}
-
-    def accumulate(self):
-        """Adds the parameters' gradients to the flat float32 one and drops them. A parameter that had no part in
-        the loss has a gradient of zero."""
-        into, grads = list(self.views(self.grad).values()), [p.grad for p in self.params.values()]
-        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.params.values(), grads)]
-        if self.spent:
-            torch._foreach_copy_(into, grads)
-        else:
-            torch._foreach_add_(into, grads)
-        self.spent = False
-        for p in self.params.values():
-            p.grad = None
-
-    def step(self, lr):
-        """One AdamW step with the accumulated gradient, clipped to norm `clip`. Returns the norm before clipping, a
-        scalar on the device: nothing here waits for the GPU but float16's look at overflow."""
-        if self.scaled:
-            self.grad /= self.scale
-        norm = torch.linalg.vector_norm(self.grad)
-        if self.update_scale(norm):
-            self.updates += 1
-            clip = (self.clip / norm).clamp(max=1.0) if self.clip > 0 else torch.ones_like(norm)
-            changing = lr, *(1 - beta ** self.updates for beta in self.betas)
-            # as tensors: the compiled step would take Python's numbers for constants
-            lr, *corrections = (torch.tensor(x, dtype=torch.float64) for x in changing)
-            weights = None if self.weights is self.master else self.weights
-            for cut, decay in ((slice(0, self.matrices), self.decay), (slice(self.matrices, None), 0.0)):
-                flat = [x if x is None else x[cut] for x in (self.master, weights, self.grad, *self.moments.values())]
-                self.adamw(*flat, clip, lr, decay, *self.betas, *corrections)
-        self.spent = True
-        return norm
-
-    def update_scale(self, norm):
-        """float16's loss scaler: True if the step is to be taken."""
-        if not self.scaled:
-            return True
-        good = bool(norm.isfinite())
-        self.good_steps = self.good_steps + 1 if good else 0
-        if not good:
-            self.scale = max(1.0, self.scale / 2)
-        elif self.good_steps % 2000 == 0:
-            self.scale *= 2
-        return good
-
-    def state(self):
-        """What a checkpoint keeps, on the CPU: {name: float32 tensor of full shape} for masters and both moments."""
-        return {"model": self.views(self.master.cpu()), "updates": self.updates,
-                "moments": {key: self.views(moment.cpu()) for key, moment in self.moments.items()},
-                "scaler": {"scale": self.scale, "good_steps": self.good_steps} if self.scaled else None}
-
-    @torch.no_grad()
-    def load(self, state):
-        """Takes up what `state` gave."""
-        moments = [(moment, state["moments"][key]) for key, moment in self.moments.items()]
-        for flat, named in [(self.master, state["model"]), *moments]:
-            for name, view in self.views(flat).items():
-                view.copy_(named[name])
-            if not flat.isfinite().all():
-                raise UserError("the checkpoint holds moments that are not numbers")
-        self.updates = state["updates"]
-        self.weights.copy_(self.master)
-        if self.scaled and state["scaler"]:
-            self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
-
-
 def learning_rate(step, args):
     """Of step 0, 1, ...: linear up to lr over warmup_steps, then a cosine down to min_lr at decay_steps."""
     if step < args.warmup_steps:
@@ -480,12 +398,21 @@ def replacing(path):
         part.unlink(missing_ok=True)
 
 
-def save(path, args, config, data, master, step, run_id):
-    """Writes a checkpoint. run_id: a number that all files of one run share. Raises WriteError."""
-    ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options, "tokenizer": data.tokenizer.kind,
-            "tokens": len(data.train) + len(data.val), "step": step, "run": run_id, **master.state()}
-    with replacing(path) as file:
-        torch.save(ckpt, file)
+def save(path, args, config, data, engine, step, run_id):
+    """Writes a checkpoint, by the main process; all call it. run_id: a number that all files of one run share. Raises
+    WriteError, on all."""
+    state, error = engine.state(), None
+    if engine.main:
+        ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options,
+                "tokenizer": data.tokenizer.kind, "tokens": len(data.train) + len(data.val), "step": step,
+                "run": run_id, **state}
+        try:
+            with replacing(path) as file:
+                torch.save(ckpt, file)
+        except WriteError as problem:
+            error = problem
+    if engine.mesh.any(error is not None):
+        raise error or WriteError(f"{path} can't be written by the main process")
 
 
 def read_log(path, step):
@@ -502,9 +429,12 @@ def read_log(path, step):
 
 
 class Log:
-    """One JSON object a line, the configuration first."""
+    """One JSON object a line, the configuration first; of the main process alone."""
 
-    def __init__(self, path, header, records):
+    def __init__(self, path, header, records, main):
+        self.file = open(os.devnull, "w")
+        if not main:
+            return
         with replacing(path) as file:
             file.write("".join(json.dumps(record) + "\n" for record in (header, *records)).encode())
         self.file = open(path, "a", buffering=1)
@@ -537,28 +467,52 @@ class Diverged(Exception):
 
 
 class Interrupt:
-    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends the process at once."""
+    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends the process at once.
 
-    def __init__(self):
-        self.number = None
+    Among several processes one that waits for a dead one would never see the signal: Python's handlers run between two
+    of its instructions. So a thread is woken too, and ends the process if it hasn't ended itself within GRACE seconds
+    (torchrun waits 30)."""
+
+    GRACE = 20
+
+    def __init__(self, several):
+        self.number, self.several = None, several
+        if several:
+            self.pipe = os.pipe()
+            os.set_blocking(self.pipe[1], False)
+            signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+            threading.Thread(target=self.watch, daemon=True).start()
         self.old = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(self, number, frame):
         self.number = self.number or number
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if self.several else signal.SIG_DFL)      # torchrun sends some twice
+
+    def watch(self):
+        number = os.read(self.pipe[0], 1)
+        if number:
+            time.sleep(self.GRACE)
+            print(f"train.py: rank {os.environ['RANK']} was told to stop and waited {self.GRACE} s for the others in vain",
+                  file=sys.stderr, flush=True)
+            os._exit(128 + number[0])
 
     def restore(self):
         for number, handler in self.old.items():
             signal.signal(number, handler)
+        if self.several:
+            signal.set_wakeup_fd(-1)
+            os.close(self.pipe[1])      # the thread reads an end, and ends
 
 
 class Progress:
     """The bar and the log, one step behind the device. A step's numbers travel to the host while the next step is
     being launched, and are read after that: to ask for them at once would leave the device idle meanwhile."""
 
-    def __init__(self, title, args, log, start, last, flops, scaled):
-        self.bar = tqdm(desc=title, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True)
-        self.log, self.tokens, self.flops, self.scaled = log, args.batch_size * args.block_size, flops, scaled
+    def __init__(self, title, args, log, start, last, flops, engine):
+        self.bar = tqdm(desc=title, total=args.max_steps, initial=start, unit="step", dynamic_ncols=True,
+                        disable=not engine.main)
+        self.log, self.tokens, self.scaled, self.engine = log, args.batch_size * args.block_size, engine.scaled, engine
+        self.flops, self.stopping = flops / engine.mesh.world.size, False
         self.peak, self.cuda = peak_flops(args.device), args.device.type == "cuda"
         self.record, self.seconds, self.last = None, 0.0, last
         self.restart()
@@ -575,9 +529,14 @@ class Progress:
         event.record()
         return event
 
-    def push(self, record):
-        """record: step, lr, and loss and grad_norm as scalars on the device. Writes the one before."""
-        numbers = torch.stack([record.pop("loss"), record.pop("grad_norm")]).to("cpu", non_blocking=self.cuda)
+    def push(self, record, loss, norm, stop):
+        """record: step, lr. loss (this rank's part) and norm: scalars on the device. stop: whether this process was asked
+        to. Adds up the parts over all ranks, and writes the record before."""
+        numbers = torch.stack([loss / self.engine.copies, torch.full_like(loss, float(stop))])
+        if self.engine.counts is not None:
+            numbers = torch.cat([numbers, self.engine.counts.flatten() / self.engine.copies])
+        all_reduce(numbers, self.engine.mesh.world)
+        numbers = torch.cat([norm.to(numbers.dtype)[None], numbers]).to("cpu", non_blocking=self.cuda)
         end = self.now()
         self.flush()
         self.record, self.numbers, self.end = record, numbers, end
@@ -591,7 +550,11 @@ class Progress:
             seconds = self.end - self.clock
         self.clock = self.end
         self.seconds += seconds
-        loss, norm = self.numbers.tolist()
+        norm, loss, stop, *counts = self.numbers.tolist()
+        self.stopping = stop > 0
+        if counts:
+            *load, dropped = np.reshape(counts, (-1, self.engine.config.n_expert + 1)).sum(0)      # over all layers
+            self.record.update(dropped=dropped / (sum(load) + dropped), load=[n / max(1, sum(load)) for n in load])
         if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaled):      # float16 skips such a step
             raise Diverged(f"the loss is {loss} and the gradient's norm {norm} at step {self.record['step']}")
         self.record.update(loss=loss, grad_norm=norm if math.isfinite(norm) else None,
@@ -626,35 +589,35 @@ def to_device(tensors, device):
     return [x.to(device) for x in tensors]
 
 
+def my_part(tensors, engine):
+    """This rank's sequences of a batch that all ranks have: contiguous rows, (B, T) -> (B / data ranks, T)."""
+    data = engine.mesh.data
+    return [x.chunk(data.size)[data.rank] for x in tensors]
+
+
 @torch.no_grad()
-def evaluate(model, data, args, stop):
-    """Mean loss over the validation batches; None if there are none, or if the run is being stopped."""
-    model.eval()
-    losses, weights = [], []
+def evaluate(engine, data, args, stop):
+    """Mean loss over the validation batches; None if there are none, or if the run is being stopped.
+
+    Every rank runs as many micro-batches of one shape as every other: what is missing is filled up with sequences
+    that have no targets."""
+    engine.model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=args.device if args.device.type != "mps" else "cpu")
+    ranks, rank, rows = engine.mesh.data.size, engine.mesh.data.rank, args.micro_batch
     for idx, targets in data.validation(args.eval_batches, args.batch_size):
-        for part in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
-            losses.append(model.loss(*to_device(part, args.device)))
-            weights.append(part[0].numel())
-        if stop.number:
-            losses = []
+        missing = -len(idx) % (ranks * rows)
+        idx = torch.cat([idx, idx.new_zeros(missing, idx.size(1))])
+        targets = torch.cat([targets, targets.new_full((missing, idx.size(1)), -1)])
+        for part in zip(idx.split(rows)[rank::ranks], targets.split(rows)[rank::ranks]):
+            part = to_device(part, args.device)
+            sums[0] += engine.loss(*part, total=1).to(sums)
+            sums[1] += (part[1] >= 0).sum()
+        if stop.number and engine.mesh.world.size == 1:
+            sums[1] = 0
             break
-    model.train()
-    return float(np.average(torch.stack(losses).cpu(), weights=weights)) if losses else None
-
-
-def backward(model, master, idx, targets, args):
-    """Gradients of one global batch, idx and targets (B, T), a micro-batch at a time. Returns the batch's mean loss.
-
-    Each micro-batch's summed loss is divided by the number of targets in the WHOLE batch. So the parts add up to the
-    mean and to its gradient, however many targets each of them holds."""
-    total = (targets >= 0).sum().clamp(min=1)
-    loss = 0.0
-    for part, part_targets in zip(idx.split(args.micro_batch), targets.split(args.micro_batch)):
-        part_loss = model.loss(part, part_targets, total)
-        (part_loss * master.scale).backward()
-        master.accumulate()
-        loss = loss + part_loss.detach()
-    return loss
+    engine.model.train()
+    all_reduce(sums, engine.mesh.data)
+    return float(sums[0] / sums[1]) if sums[1] else None
 
 
 def config_from(args, data):
@@ -662,69 +625,69 @@ def config_from(args, data):
     return GPTConfig(data.vocab_size, *(getattr(args, field) for field in ARCHITECTURE[1:]))
 
 
-def build(args, config, start):
-    """-> the model on its device and the Master that trains it. `start`: a checkpoint's dictionary, to go on from with
-    --resume, else to take the weights from; None: from the seed."""
-    model = GPT(config, seed=args.seed, attention=args.attention)
-    if start and not args.resume:
-        model.load_state_dict(start["model"])
-    model.to(args.device)
-    master = Master(model, args.dtype, args)
+def build(args, config, mesh, start):
+    """-> the engine that trains. `start`: a checkpoint's dictionary, to go on from with --resume, else to take the weights
+    from; None: from the seed."""
+    engine = Parallel(config, mesh, args, start)
     if start and args.resume:
-        master.load(start)
-    if args.compile:
-        model.compile_blocks()
-    return model, master
+        engine.load(start)
+    return engine
 
 
-def check_health(model, master, idx, targets, args, step):
+def check_health(engine, batch, step):
     """Raises Diverged if the model, as it is after `step`, has no finite loss and gradient on its next batch: a run
     could not go on from a checkpoint of it. The batch is taken again when it's due."""
-    loss = float(backward(model, master, idx, targets, args))
-    norm = float(torch.linalg.vector_norm(master.grad))
-    master.spent = True
-    if not math.isfinite(loss) or not (math.isfinite(norm) or master.scaled):
-        raise Diverged(f"the loss is {loss} and the gradient's norm {norm} after step {step}")
+    loss = engine.backward(*batch) / engine.copies
+    norm = engine.grad_norm()
+    engine.forget()
+    all_reduce(loss, engine.mesh.world)
+    if not loss.isfinite() or not (norm.isfinite() or engine.scaled):
+        raise Diverged(f"the loss is {float(loss)} and the gradient's norm {float(norm)} after step {step}")
 
 
-def fit(name, args, data, start, run_id, stop):
-    """Trains one model, from `start` if there is one, and saves it as out/NAME.pt. Returns the model and its Progress.
+def fit(name, args, data, mesh, start, run_id, stop):
+    """Trains one model, from `start` if there is one, and saves it as out/NAME.pt. Returns its Progress.
 
     After a signal it saves and returns early. Raises UserError, Diverged, and WriteError if the end can't be saved."""
     config, path = config_from(args, data), Path(args.out) / f"{name}.pt"
-    model, master = build(args, config, start)
+    engine = build(args, config, mesh, start)
     step, saved = (start["step"], start["step"]) if start and args.resume else (0, None)
-    validate = partial(evaluate, model, data, args, stop)
+    validate = partial(evaluate, engine, data, args, stop)
 
     def due(every):
         return step == args.max_steps or (every and step % every == 0)
+
+    def batch():
+        return to_device(my_part(data.batch(step, args.batch_size), engine), args.device)
     log_path = path.with_name("log.jsonl" if name == "ckpt" else f"{name}.jsonl")
     records = read_log(log_path, step)
-    if records and due(args.eval_every) and "val_loss" not in records[-1] and (value := validate()) is not None:
-        records[-1]["val_loss"] = value      # the validation that a signal cut short
-    header = {"config": asdict(config), "options": args.options, "parameters": model.num_params()}
-    progress = Progress("target" if name == "ckpt" else name, args, Log(log_path, header, records), step,
-                        dict(*records[-1:]), flops_per_token(config), master.scaled)
+    if mesh.any(bool(records) and due(args.eval_every) and "val_loss" not in records[-1]):
+        value = validate()      # which a signal cut short
+        if value is not None and records:
+            records[-1]["val_loss"] = value
+    header = {"config": asdict(config), "options": args.options, "parameters": engine.num_params}
+    progress = Progress("target" if name == "ckpt" else name, args, Log(log_path, header, records, engine.main), step,
+                        dict(*records[-1:]), flops_per_token(config), engine)
 
     def store():
         nonlocal saved
         progress.flush()
-        check_health(model, master, idx, targets, args, step)
-        save(path, args, config, data, master, step, run_id)
+        check_health(engine, ahead, step)
+        save(path, args, config, data, engine, step, run_id)
         saved = step
         progress.restart()
 
     try:
         with progress.bar:
-            idx, targets = to_device(data.batch(step, args.batch_size), args.device)
-            while step < args.max_steps and not stop.number:
-                torch.manual_seed(derive(args.seed, "dropout", step))
+            ahead = batch()
+            while step < args.max_steps and not progress.stopping:
+                torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank))
                 lr = learning_rate(step, args)
-                loss = backward(model, master, idx, targets, args)
-                norm = master.step(lr)
+                loss = engine.backward(*ahead)
+                norm = engine.step(lr)
                 step += 1
-                progress.push({"step": step, "loss": loss, "grad_norm": norm, "lr": lr})
-                idx, targets = to_device(data.batch(step, args.batch_size), args.device)      # while the device works
+                progress.push({"step": step, "lr": lr}, loss, norm, stop.number is not None)
+                ahead = batch()                                              # while the device works
                 if due(args.eval_every):
                     progress.flush(validate)
                 if due(args.save_every) and step < args.max_steps:
@@ -737,18 +700,19 @@ def fit(name, args, data, start, run_id, stop):
     except Diverged as error:
         kept = f"{path} keeps step {saved}" if saved else "nothing was saved"
         raise Diverged(f"{error}; {kept}, and a lower --lr may help") from None
-    return model, progress
+    return progress
 
 
 # --------------------------------------------------------------------------------------------------------------
 # The program
 
-def announce(args, data, start):
+def announce(args, data, mesh, start):
     """One line on what runs where, and why not on something faster; another if the data isn't what it was."""
     threads = f"{args.device.type}, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else threads
     where += "" if torch.cuda.is_available() else " (no CUDA GPU here)"
     how = f"{str(args.dtype).split('.')[1]}, attention {args.attention}, {'' if args.compile else 'not '}compiled"
+    how += "" if mesh.world.size == 1 else f", {mesh}, zero {args.zero}"
     print(f"preset {args.preset} on {where}: {how}; {len(data.train):,} training and {len(data.val):,} validation "
           f"tokens, {args.batch_size * args.block_size:,} tokens a step", file=sys.stderr)
     tokens = len(data.train) + len(data.val)
@@ -760,12 +724,12 @@ def draft_options(args):
     """The options of the draft model: the target's, with a smaller shape and a shorter schedule. Raises UserError."""
     if args.preset not in DRAFTS:
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
-    changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None)
+    changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0)
     share = changes.pop("share")
     return argparse.Namespace(**{**vars(args), **changes, "max_steps": math.ceil(args.max_steps * share)})
 
 
-def summary(name, model, progress, args):
+def summary(name, progress, args):
     """One line on a finished model."""
     last = progress.last
     numbers = f"loss {last['loss']:.4f}" if last else "nothing left to train"
@@ -773,27 +737,32 @@ def summary(name, model, progress, args):
         numbers += f", val {last['val_loss']:.4f} (perplexity {math.exp(min(last['val_loss'], 700)):.2f})"
     if args.device.type == "cuda":
         numbers += f", {torch.cuda.max_memory_allocated(args.device) / 2 ** 30:.1f} GiB at the peak"
-    return (f"{Path(args.out) / name}.pt: {model.num_params():,} parameters, {args.max_steps} steps, "
+    engine = progress.engine
+    return (f"{Path(args.out) / name}.pt: {engine.num_params:,} parameters, {args.max_steps} steps, "
             f"{progress.seconds:.1f} s of training; {numbers}")
 
 
-def sample_text(model, tokenizer, args, stop, n=200):
-    """A text the model writes from nothing, n tokens long."""
+def sample_text(path, tokenizer, args, stop, n=200):
+    """A text, n tokens long, that the model saved at `path` writes from nothing."""
+    ckpt = load_checkpoint(path)
+    model = GPT(config_of(ckpt), seed=None, attention=args.attention)
+    model.load_state_dict(ckpt["model"])
+    model.to(args.device, args.dtype)
     start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(derive(args.seed, "sample"))
     ids = []
-    with torch.compiler.set_stance("force_eager"):      # each length would be compiled anew
-        for token in model.stream(start, n, 0.8, generator=generator):
-            ids.append(token.item())
-            if stop.number:
-                break
+    for token in model.stream(start, n, 0.8, generator=generator):
+        ids.append(token.item())
+        if stop.number:
+            break
     return tokenizer.decoder()(ids, final=True)
 
 
-def check_memory(args, config):
+def check_memory(args, config, mesh):
     """UserError if masters, gradient and moments, or one batch of ids, are more than the machine's memory."""
-    C = config.n_embd
-    parameters = C * (config.padded_vocab + config.block_size + 12 * config.n_layer * C)
+    C, share = config.n_embd, mesh.tp.size * (mesh.data.size if args.zero else 1)
+    mlps = 8 * max(1, config.n_expert / mesh.ep.size)
+    parameters = int(C * (config.padded_vocab + config.block_size + (4 + mlps) * config.n_layer * C) / share)
     need = 16 * parameters + 16 * args.batch_size * args.block_size
     if args.device.type == "cuda":
         there = torch.cuda.get_device_properties(args.device).total_memory
@@ -844,41 +813,58 @@ def load_draft(args, config, start):
     return draft if draft["run"] == start["run"] and draft["config"] == asdict(config) else None
 
 
+def prepare(args, data, mesh, start):
+    """The models to train, [(name, options, checkpoint)]. Raises UserError for whatever can be found wrong before."""
+    if start and start["tokenizer"] != data.tokenizer.kind:
+        raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
+                        f"{start['tokenizer']}")
+    jobs = [("ckpt", args, start)]
+    if args.draft:
+        draft = draft_options(args)
+        jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
+    for _, options, _ in jobs:
+        config = config_from(options, data)
+        check_layout(config, mesh)
+        check_memory(options, config, mesh)
+    return jobs
+
+
 def run(argv):
     """Trains the target, then its draft. Returns the exit code."""
     args, start = parse(argv)
-    with own_folder(args.out):
-        data = Data(args)
-        if start and start["tokenizer"] != data.tokenizer.kind:
-            raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
-                            f"{start['tokenizer']}")
-        jobs = [("ckpt", args, start)]
-        if args.draft:
-            draft = draft_options(args)
-            jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
-        for _, options, _ in jobs:      # what doesn't fit is said before anything starts
-            check_memory(options, config_from(options, data))
-        announce(args, data, start)
-        run_id = start["run"] if args.resume else time.time_ns()
-        if args.device.type == "cuda":
-            torch.cuda.set_device(args.device)
-        stop, models, lines, text = Interrupt(), [], [], ""
+    with joined(args.device, args.ep, args.tp) as mesh, ExitStack() as held:
+        args.device, main = mesh.device, mesh.world.rank == 0
+        with mesh.agreed(UserError):      # the main process first: it may write the text that all read
+            if main:
+                held.enter_context(own_folder(args.out))
+            data = Data(args) if main else None
+        with mesh.agreed(UserError):
+            data = data or Data(args, main_process=False)
+            jobs = prepare(args, data, mesh, start)
+        if main:
+            announce(args, data, mesh, start)
+        run_id = start["run"] if args.resume else mesh.common(time.time_ns())
+        stop, lines, text, stopped = Interrupt(mesh.world.size > 1), [], "", False
         try:
             for name, options, job_start in jobs:
-                if not stop.number:
+                if not stopped:
                     if args.device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
-                    model, progress = fit(name, options, data, job_start, run_id, stop)
-                    models.append(model)
-                    lines.append(summary(name, model, progress, options))
-            if not stop.number:
-                text = sample_text(models[0], data.tokenizer, args, stop)
+                    progress = fit(name, options, data, mesh, job_start, run_id, stop)
+                    lines.append(summary(name, progress, options))
+                    del progress      # and the memory of what was trained
+                    stopped = mesh.any(stop.number is not None)
+            if main and not stopped:
+                text = sample_text(Path(args.out) / "ckpt.pt", data.tokenizer, args, stop)
         finally:
             stop.restore()
-    if stop.number:
-        print(f"train.py: stopped and saved; go on with: python train.py --resume --out={args.out}", file=sys.stderr)
-        return 128 + stop.number
-    print("\n".join(lines) + f"\na sample:\n{text}\nmore: python sample.py --ckpt={Path(args.out) / 'ckpt.pt'}")
+        number = mesh.common(stop.number or signal.SIGTERM) if stopped else stop.number
+    if number:
+        if main:
+            print(f"train.py: stopped and saved; go on with --resume --out={args.out}", file=sys.stderr)
+        return 128 + number
+    if main:
+        print("\n".join(lines) + f"\na sample:\n{text}\nmore: python sample.py --ckpt={Path(args.out) / 'ckpt.pt'}")
     return 0
 
 
@@ -889,19 +875,25 @@ def main(argv=None):
     sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")          # a terminal that can't show a character shows a question mark
-    code = 1
+    rank, several, code, alone = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1)) > 1, 1, False
     try:
         return run(argv)
     except UserError as error:
         message, code = error, 2
     except torch.OutOfMemoryError:
-        message, code = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2
-    except (Diverged, WriteError, OSError) as error:
+        message, code, alone = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2, True
+    except (Diverged, WriteError) as error:
         message = error
+    except OSError as error:
+        message, alone = error, True
+    except Unreachable as error:
+        message, alone = error, True
     except KeyboardInterrupt:
         message, code = "stopped before the first step", 130
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train.py: {message}", file=sys.stderr)
+    if rank == "0" or alone:      # what all ranks found is said once, what one found by that one
+        print(f"train.py: {f'rank {rank}: ' if several and alone else ''}{message}", file=sys.stderr, flush=True)
+    if several:
+        os._exit(code)      # to take leave of the others could mean to wait for them
     return code
 
 

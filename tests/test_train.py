@@ -19,7 +19,7 @@ from conftest import DEVICE
 
 import train
 from model import GPT, GPTConfig, load_checkpoint
-from train import Data, Master, backward, learning_rate
+from train import Data, learning_rate
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--preset=cpu", "--no-draft", "--no-compile", f"--device={DEVICE}", "--dtype=float32", "--n_layer=2", "--n_head=2",
@@ -121,103 +121,7 @@ def test_the_default_data_is_the_python_library(tmp_path):
     assert b"import argparse" in bytes(data.train)
 
 
-# ---- one step ---------------------------------------------------------------------------------------------------
-
-ARGS = dict(compile=DEVICE == "cuda", lr=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, micro_batch=2)
-
-
-def setup(dtype, seed=0, **changes):
-    model = GPT(GPTConfig(vocab_size=65, block_size=8, n_layer=2, n_head=3, n_embd=18), seed=seed)
-    model.to(DEVICE)
-    args = Namespace(**{**ARGS, **changes})
-    return model, Master(model, dtype, args), args
-
-
-def uneven_batch(B=8):
-    idx, targets = (torch.randint(0, 65, (B, 8), device=DEVICE) for _ in range(2))
-    targets[torch.rand(B, 8, device=DEVICE) < 0.3] = -1
-    targets[1] = -1                                                  # a sequence without any target
-    targets[0, 0] = 3
-    return idx, targets
-
-
-def test_accumulation_equals_the_one_big_batch():
-    idx, targets = uneven_batch()
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        want = None
-        for micro in (8, 4, 2, 1, 3):
-            model, master, args = setup(dtype, micro_batch=micro)
-            loss = backward(model, master, idx, targets, args)
-            got = torch.stack([loss, master.grad.norm()])
-            want = got if want is None else want
-            assert ((got - want) / want).abs().max() < tolerance
-    big, _, _ = setup(torch.float32)
-    assert abs(loss - big.loss(idx, targets)) < 1e-5                 # the mean, not a sum and not the last part
-
-
-@pytest.mark.parametrize("clip", [0.5, 100.0])
-def test_master_equals_adamw_on_each_parameter(clip):
-    """Five steps in float64 with clipping and decay, beside torch's optimizer on the parameters one by one."""
-    model, master, args = setup(torch.float64, grad_clip=clip)
-    plain = GPT(model.config, seed=0).double().to(DEVICE)
-    matrices = [p for p in plain.parameters() if p.dim() > 1]
-    others = [p for p in plain.parameters() if p.dim() == 1]
-    adamw = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
-                              lr=1e-2, betas=(0.9, 0.95))
-    for step in range(5):
-        idx, targets = uneven_batch()
-        loss = plain.loss(idx, targets)
-        adamw.zero_grad()
-        loss.backward()
-        want = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
-        assert 0.5 < want < 100 or step                              # one limit has something to do, the other hasn't
-        for p in plain.parameters():
-            p.grad *= min(1, clip / want)
-        adamw.step()
-        assert abs(backward(model, master, idx, targets, args) - loss) < 1e-12
-        assert abs(master.step(1e-2) / want - 1) < 1e-12
-        for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-            assert (p - q).abs().max() < 1e-10, name
-    assert model.wte.weight[65:].abs().max() == 0
-
-
-def test_no_clipping_when_asked():
-    model, master, args = setup(torch.float64, grad_clip=0.0)
-    norms = []
-    for _ in range(2):
-        backward(model, master, *uneven_batch(), args)
-        norms.append(master.step(0.0).item())
-    moment = master.moments["exp_avg"]
-    assert 0 < moment.norm() <= 0.1 * (0.9 * norms[0] + norms[1]) + 1e-12 and norms[0] > 0.5
-
-
-def test_masters_keep_steps_that_bfloat16_would_lose():
-    model, master, args = setup(torch.bfloat16, weight_decay=0.0, grad_clip=0.0)
-    before = model.ln_f.weight.detach().clone()
-    for _ in range(40):
-        master.grad.fill_(1.0)
-        master.step(1e-4)                                            # Adam moves every weight by about 1e-4
-    assert model.ln_f.weight.dtype == torch.bfloat16 and master.master.dtype == torch.float32
-    assert (master.views(master.master)["ln_f.weight"] - (1 - 40e-4)).abs().max() < 1e-5
-    assert torch.equal(model.ln_f.weight, torch.full_like(before, 1 - 40e-4))
-
-
-def test_float16_skips_a_step_that_overflowed_and_finds_its_scale():
-    model, master, args = setup(torch.float16)
-    before = master.master.clone()
-    master.scale = 2.0 ** 40                                         # every gradient overflows
-    idx, targets = uneven_batch()
-    while True:
-        backward(model, master, idx, targets, args)
-        if master.step(1e-2).isfinite():
-            break
-        assert torch.equal(master.master, before)
-    assert 1 < master.scale < 2.0 ** 40 and not torch.equal(master.master, before) and master.master.isfinite().all()
-    scale, master.good_steps = master.scale, 1999
-    backward(model, master, idx, targets, args)
-    master.step(1e-2)
-    assert master.scale in (2 * scale, scale / 2)                    # doubled after 2,000 good steps (or too much)
-
+# ---- the schedule ------------------------------------------------------------------------------------------------
 
 def test_learning_rate():
     args = Namespace(lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110, decay_steps=None)
@@ -540,14 +444,6 @@ def test_bad_checkpoints(text, tmp_path, capsys):
     path.write_bytes(whole)
     (tmp_path / "draft.pt").write_bytes(b"no draft")
     refused(capsys, resume, "draft.pt", "8 bytes", "--no-draft")
-
-
-def test_several_processes_are_refused_once(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(capsys, [*TINY, f"--data={text}", f"--out={tmp_path}"], "2 processes")
-    monkeypatch.setenv("RANK", "1")
-    for options in ([], ["--no_such_option"], ["--n_layer=many"]):
-        assert run(text, tmp_path, *options) == 2 and capsys.readouterr().err == ""
 
 
 def test_help_is_a_manual(capsys):

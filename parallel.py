@@ -1,0 +1,981 @@
+"""Many devices, one model: data, tensor, optimizer (ZeRO) and expert parallelism, and any product of them.
+
+What it teaches: a training step can be cut along its batch, along its matrices, along its experts; and what every rank
+holds twice can be cut too. Each cut is a few lines once two things are there: a mesh, which says who works with whom,
+and a handful of collectives, through which everything goes and which count their bytes.
+
+    0  mesh and collectives     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
+    1  data                     6  expert
+    2  tensor
+
+Papers: ring all-reduce (Patarasu & Yuan 2009); Megatron-LM (Shoeybi et al. 2019, 1909.08053); ZeRO (Rajbhandari et al.
+2020, 1910.02054); mixed precision (Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101);
+GShard (Lepikhin et al. 2020, 2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
+
+    torchrun --nproc_per_node=4 parallel.py                             each mode, predicted beside measured
+    torchrun --nproc_per_node=4 train.py --preset=cpu --tp=2 --zero=3   and in use
+
+NCCL on GPUs, gloo elsewhere: a laptop runs all of it. One process is a mesh of size one, on the same path.
+What it can't do: cut the sequence (no sequence parallelism between the tensor-parallel regions), save without a rank
+that can hold the whole model in the host's memory.
+"""
+
+import math
+import os
+import re
+import socket
+import sys
+import time
+from collections import Counter, deque
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from flash import linear_cross_entropy, operator
+from model import GPT, GPTConfig, UserError, derive, gelu, initial, is_matrix
+
+# --------------------------------------------------------------------------------------------------------------
+# 0. Mesh and collectives
+#
+# Ranks are laid out as a grid, data x expert x pipeline x tensor. Who differs from me in one coordinate alone is my
+# group along that axis. Tensor neighbours talk most, so they are adjacent ranks: on one host, by the fastest link.
+#
+#     world 8, tp 2, ep 2:    rank = (dp * 2 + ep) * 2 + tp       rank 5 = (1, 0, 0, 1): tp group {4, 5}, ep group {5, 7}
+#
+# Tokens are split over data and expert ranks alike: both see different sequences. What they share is another matter:
+# a dense weight is the same on all of them, an expert lives on one expert rank and is the same along data alone.
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some ranks that work together. `process_group` is None for a group of one, which never communicates."""
+
+    ranks: tuple
+    process_group: object = None
+
+    @property
+    def size(self):
+        return len(self.ranks)
+
+    @property
+    def rank(self):
+        return self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+
+
+ALONE = Group((0,))
+GROUPS = {}                 # by name, since an operator that torch.compile sees takes a string
+
+
+class Mesh:
+    """The groups of this rank: dp, ep, pp, tp along the axes, `data` (dp and ep together: those that see different
+    tokens) and `world`. Sizes must multiply to the world's size; ValueError otherwise. device: of this rank."""
+
+    def __init__(self, device=torch.device("cpu"), ep=1, pp=1, tp=1):
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world % (ep * pp * tp):
+            raise ValueError(f"{world} ranks can't be laid out with ep={ep}, pp={pp}, tp={tp}")
+        self.device, grid = device, np.arange(world).reshape(-1, ep, pp, tp)
+        axes = {"dp": (0,), "ep": (1,), "pp": (2,), "tp": (3,), "data": (0, 1), "world": (0, 1, 2, 3)}
+        for name, along in axes.items():
+            last = np.moveaxis(grid, along, range(4 - len(along), 4))        # the axes that vary within a group
+            rows = last.reshape(-1, int(np.prod([grid.shape[axis] for axis in along])))
+            GROUPS[name] = new_group(rows.tolist())
+            setattr(self, name, GROUPS[name])
+
+    def __str__(self):
+        return " x ".join(f"{name} {getattr(self, name).size}" for name in ("dp", "ep", "tp"))
+
+    def any(self, flag):
+        """Whether flag is true on any rank; all call it."""
+        x = torch.tensor([float(flag)], device=self.device)
+        all_reduce(x, self.world, "max")
+        return bool(x)
+
+    def common(self, number):
+        """Rank 0's integer, on all ranks."""
+        x = torch.tensor([number], device=self.device)
+        broadcast(x, self.world)
+        return int(x)
+
+    @contextmanager
+    def agreed(self, kind):
+        """An exception of this kind that one rank raises within is raised by all."""
+        error, found = None, [None]
+        try:
+            yield
+        except kind as problem:
+            error = found[0] = str(problem)
+        if self.world.size > 1:
+            found = [None] * self.world.size
+            dist.all_gather_object(found, error)
+        for message in found:
+            if message is not None:
+                raise kind(message)
+
+
+def new_group(rows):
+    """The group of this rank among `rows`, which every rank gives alike."""
+    mine = ALONE
+    for ranks in rows:
+        if len(ranks) > 1:
+            process_group = dist.new_group(ranks)                            # all ranks take part, in the same order
+            if dist.get_rank() in ranks:
+                mine = Group(tuple(ranks), process_group)
+    return mine
+
+
+class Unreachable(Exception):
+    """Another process is gone."""
+
+
+@contextmanager
+def joined(device, ep=1, tp=1):
+    """Within, the processes that torchrun started work together, if it started several: gives the Mesh. On CUDA each takes
+    the GPU of its local rank. Raises UserError if there are too few, and Unreachable when one of them dies."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield Mesh(device, ep, tp=tp)
+        return
+    if device.type == "cuda":
+        local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= here:
+            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes on a machine with {here} GPUs; start as many as "
+                            "GPUs, or use --device=cpu")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(minutes=10))
+    try:
+        yield Mesh(device, ep, tp=tp)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        store.set(f"here {rank}", "")                                        # who is still there says so
+        time.sleep(3)
+        gone = [r for r in range(world) if not store.check([f"here {r}"])]
+        raise Unreachable(f"rank {', '.join(map(str, gone)) or '?'} is gone, so this one ends too") from None
+    dist.destroy_process_group()
+    GROUPS.clear()
+
+
+def check_layout(config, mesh):
+    """UserError if a model of this shape can't be cut for the mesh."""
+    tp, ep = mesh.tp.size, mesh.ep.size
+    if config.n_head % tp:
+        raise UserError(f"n_head={config.n_head} can't be split over tp={tp}")
+    if config.n_expert % ep:
+        raise UserError(f"n_expert={config.n_expert} can't be split over ep={ep}")
+
+
+# What each rank sends, in bytes, by kind: a ring of N passes (N - 1) / N of the data for each of gather, scatter and
+# exchange, and twice that for an all-reduce, which is a reduce-scatter and an all-gather.
+LEDGER = Counter()
+
+
+def check(kind, x):
+    if not x.is_contiguous():      # gloo and NCCL read the memory as it lies, and some would answer wrongly
+        raise ValueError(f"{kind} needs a contiguous tensor, not strides {x.stride()} of shape {tuple(x.shape)}")
+
+
+def count(kind, x, group, rounds=1):
+    check(kind, x)
+    LEDGER[kind] += rounds * x.numel() * x.element_size() * (group.size - 1) // group.size
+
+
+# newer names of the same, where torch has them
+gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self):
+        pass
+
+
+def all_reduce(x, group, op="sum", wait=True):
+    """x becomes the sum, or "max", over the group, in place. Like all here: wait=False returns at once, and x may not
+    be touched before .wait() on what is returned."""
+    if group.size == 1:
+        return Done()
+    count("all_reduce", x, group, 2)
+    op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    return finish(dist.all_reduce(x, op, group.process_group, async_op=True), wait)
+
+
+def all_gather(out, x, group, wait=True):
+    """out (N n, ...) becomes the x (n, ...) of all ranks, one after the other."""
+    if group.size == 1:
+        out.copy_(x)
+        return Done()
+    count("all_gather", out, group)
+    check("all_gather", x)
+    return finish(gather_single(out, x, group=group.process_group, async_op=True), wait)
+
+
+def reduce_scatter(out, x, group, wait=True):
+    """out (n, ...) becomes this rank's part of the sum of x (N n, ...) over the group."""
+    if group.size == 1:
+        out.copy_(x)
+        return Done()
+    count("reduce_scatter", x, group)
+    check("reduce_scatter", out)
+    return finish(scatter_single(out, x, group=group.process_group, async_op=True), wait)
+
+
+def all_to_all(x, group):
+    """x (N n, ...): piece j goes to rank j. -> (N n, ...): piece j came from rank j."""
+    if group.size == 1:
+        return x
+    count("all_to_all", x, group)
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group.process_group)
+    return out
+
+
+def broadcast(x, group):
+    """x becomes that of the group's first rank, in place."""
+    if group.size > 1:
+        count("broadcast", x, group)
+        dist.broadcast(x, group.ranks[0], group.process_group)
+
+
+def finish(work, wait):
+    if wait:
+        work.wait()
+    return work
+
+
+# Those with a gradient. The operators below them are opaque to torch.compile: a block stays one graph.
+
+reduced = operator("all_reduced(Tensor x, str group) -> Tensor",
+                   lambda x, group: (y := x.clone(memory_format=torch.contiguous_format), all_reduce(y, GROUPS[group]))[0],
+                   lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+exchanged = operator("exchanged(Tensor x, str group) -> Tensor",
+                     lambda x, group: all_to_all(x.clone(memory_format=torch.contiguous_format), GROUPS[group]),
+                     lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+class CopyTo(torch.autograd.Function):
+    """Megatron's f. forward: identity / backward: all-reduce."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduced(grad, ctx.group), None
+
+
+class ReduceFrom(torch.autograd.Function):
+    """Megatron's g. forward: all-reduce / backward: identity."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return reduced(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Exchange(torch.autograd.Function):
+    """x (N n, ...). forward: all-to-all / backward: all-to-all, which takes every piece back."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchanged(grad, ctx.group), None
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 1. Data parallelism
+#
+# Every rank has the whole model and its own part of the batch. If each divides its summed loss by the number of targets
+# in the WHOLE batch, gradients add up to those of one process. The naive form, kept as the oracle: backward first, then
+# one all-reduce for each parameter. Section 4 sends each block's gradients while backward goes on with the next.
+
+def all_reduce_gradients(model, group):
+    """After backward: every parameter's gradient becomes the sum over the group."""
+    for p in model.parameters():
+        if p.grad is None:      # it had no part here, but may have had elsewhere
+            p.grad = torch.zeros_like(p)
+        p.grad = p.grad.contiguous()
+        all_reduce(p.grad, group)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 2. Tensor parallelism
+#
+# Two products in a row, y = gelu(x A) B. Cut A by columns and B by rows: rank i computes gelu(x A_i) B_i alone, and the
+# sum over ranks is y. So one all-reduce forward (g), and one backward for the gradient of x (f); attention is the same
+# with heads for columns. Everything between the two halves, the layer norms and the residual stream, is computed by
+# every rank alike.
+#
+#     x --f--> x A_i --gelu--> . B_i --g--> y          forward: f nothing, g all-reduce; backward: f all-reduce, g nothing
+#
+# The embedding is cut by its rows, the vocabulary, and so are the logits: no rank ever has all columns of them.
+
+@dataclass(frozen=True)
+class Cut:
+    """Dimension `dim` of a parameter consists of `parts` equal pieces, each cut over the group `axis` of the mesh."""
+
+    axis: str
+    dim: int
+    parts: int = 1
+
+    def local(self, x, group):
+        """The part of x that this rank holds; zeros where the dimension runs out."""
+        pieces = x.unflatten(self.dim, (self.parts, -1))                     # (..., parts, n, ...)
+        width = -(-pieces.size(self.dim + 1) // group.size)
+        start = min(group.rank * width, pieces.size(self.dim + 1))
+        mine = pieces.narrow(self.dim + 1, start, min(width, pieces.size(self.dim + 1) - start))
+        missing = width - mine.size(self.dim + 1)
+        if missing:
+            shape = list(mine.shape)
+            shape[self.dim + 1] = missing
+            mine = torch.cat([mine, mine.new_zeros(shape)], self.dim + 1)
+        return mine.flatten(self.dim, self.dim + 1)                          # (..., parts width, ...)
+
+    def whole(self, locals_, length):
+        """The parameter from all ranks' parts; `length` is its size along dim."""
+        pieces = torch.cat([x.unflatten(self.dim, (self.parts, -1)) for x in locals_], self.dim + 1)
+        return pieces.narrow(self.dim + 1, 0, length // self.parts).flatten(self.dim, self.dim + 1)
+
+
+CUTS = [(r"attn\.qkv\.(weight|bias)$", Cut("tp", 0, 3)),      # q, k and v each by heads
+        (r"attn\.proj\.weight$", Cut("tp", 1)),
+        (r"mlp\.fc\.(weight|bias)$", Cut("tp", 0)),
+        (r"mlp\.proj\.weight$", Cut("tp", 1)),
+        (r"^wte\.weight$", Cut("tp", 0)),
+        (r"experts\.", Cut("ep", 0)),
+        (r"experts\.fc_weight$", Cut("tp", 2)),
+        (r"experts\.fc_bias$", Cut("tp", 1)),
+        (r"experts\.proj_weight$", Cut("tp", 1))]
+
+
+def cuts_of(name, mesh):
+    """How the parameter `name` is cut on this mesh."""
+    return [cut for pattern, cut in CUTS if re.search(pattern, name) and getattr(mesh, cut.axis).size > 1]
+
+
+class Replacement(nn.Module):
+    """A module that does another's work with the very parameters of it, under the same names."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._parameters = module._parameters
+
+
+class ColumnLinear(Replacement):
+    """x, the same on all ranks, (..., C) -> this rank's columns (..., D/tp)."""
+
+    def forward(self, x):
+        return F.linear(CopyTo.apply(x, "tp"), self.weight, self.bias)       # (..., C) @ (C, D/tp)
+
+
+class RowLinear(Replacement):
+    """This rank's columns (..., D/tp) -> the sum over ranks (..., C), the same on all of them; the bias added once."""
+
+    def forward(self, x):
+        y = ReduceFrom.apply(F.linear(x, self.weight), "tp")                 # (..., D/tp) @ (D/tp, C)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(Replacement):
+    """idx (B, T) -> (B, T, C): a rank looks up the ids whose rows (V/tp, C) it holds, zeros for the others; the sum."""
+
+    def forward(self, idx):
+        row = idx - GROUPS["tp"].rank * self.weight.size(0)
+        held = (row >= 0) & (row < self.weight.size(0))                      # (B, T)
+        x = F.embedding(row.clamp(0, self.weight.size(0) - 1), self.weight)  # (B, T, C)
+        return ReduceFrom.apply(x * held[..., None], "tp")
+
+
+class VocabCrossEntropy(torch.autograd.Function):
+    """flash.LinearCrossEntropy with the vocabulary's rows w (V/tp, C) cut over the ranks: the softmax of parts, merged.
+
+    forward: x (N, C), the same on all ranks -> summed loss, the same on all / backward: gradients of x and of w's rows."""
+
+    chunk_bytes = 2 ** 28      # of local logits in float32
+
+    @staticmethod
+    def forward(ctx, x, w, targets, vocab_size):
+        group, wide = GROUPS["tp"], torch.promote_types(x.dtype, torch.float32)
+        first = group.rank * w.size(0)                                       # the id of w's first row
+        padding = torch.arange(first, first + w.size(0), device=w.device) >= vocab_size      # (V/tp,)
+        rows = max(1, VocabCrossEntropy.chunk_bytes // (w.size(0) * wide.itemsize))
+        loss, dx, dw = torch.zeros((), dtype=wide, device=x.device), torch.empty_like(x), torch.zeros_like(w, dtype=wide)
+        for i in range(0, x.size(0), rows):
+            chunk, target = x[i:i + rows], targets[i:i + rows]               # (n, C), (n,)
+            z = (chunk @ w.t()).to(wide).masked_fill(padding, -math.inf)     # (n, V/tp)
+            m = z.amax(1)                                                    # (n,): -inf where all is padding
+            all_reduce(m, group, "max")
+            mine = (target >= first) & (target < first + w.size(0))          # (n,): whose target is a row of ours
+            row = (target - first).clamp(0, w.size(0) - 1)[:, None]          # (n, 1)
+            sums = torch.stack([(z - m[:, None]).exp().sum(1), torch.where(mine, z.gather(1, row)[:, 0], 0.0)])      # (2, n)
+            all_reduce(sums, group)
+            lse = m + sums[0].log()
+            loss += ((lse - sums[1]) * (target >= 0)).sum()
+            z = (z - lse[:, None]).exp_()                                    # p
+            z.scatter_add_(1, row, -mine.to(wide)[:, None])                  # p - onehot
+            z = (z * (target >= 0)[:, None]).to(x.dtype)
+            dx[i:i + rows] = z @ w                                           # (n, V/tp) @ (V/tp, C)
+            dw += z.t() @ chunk                                              # (V/tp, n) @ (n, C)
+        all_reduce(dx, group)
+        ctx.save_for_backward(dx, dw.to(w.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None
+
+
+class ShardedAttention(nn.Module):
+    """Causal attention of this rank's heads. With dropout on the attention weights its random numbers must differ from
+    the other ranks', while those of the residual branches, which all ranks compute alike, must not: so it draws from
+    a stream of its own and leaves the common one as it was."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, qkv, dropout):
+        return self.apart(qkv, dropout) if dropout else self.attend(qkv, 0.0)
+
+    @torch.compiler.disable
+    def apart(self, qkv, dropout):
+        cuda = qkv.is_cuda
+        with torch.random.fork_rng([qkv.device] if cuda else []):
+            state = torch.cuda.get_rng_state(qkv.device) if cuda else torch.get_rng_state()
+            torch.manual_seed(derive(GROUPS["tp"].rank, state.numpy().tobytes()))
+            y = self.attend(qkv, dropout)
+        torch.rand(1, device=qkv.device)                                     # the common stream moves on, on all ranks alike
+        return y
+
+
+def tensor_parallel(model):
+    """A plain GPT -> the same with its modules exchanged for those above; its parameters are cut by CUTS."""
+    for block in model.blocks.values():
+        attn, mlp = block.attn, block.mlp
+        attn.qkv, attn.proj, attn.causal = ColumnLinear(attn.qkv), RowLinear(attn.proj), ShardedAttention(attn.causal)
+        if hasattr(mlp, "experts"):
+            mlp.experts = TensorParallelExperts(mlp.experts)
+        else:
+            mlp.fc, mlp.proj = ColumnLinear(mlp.fc), RowLinear(mlp.proj)
+    if model.first or model.last:
+        model.wte = VocabEmbedding(model.wte)
+    model.cross_entropy = VocabCrossEntropy.apply
+
+
+class TensorParallelExperts(Replacement):
+    """Each expert as an MLP is: its hidden layer cut over the ranks. x (G, E, n, C) -> the same shape."""
+
+    def forward(self, x):
+        G, E, n, C = x.shape
+        x = CopyTo.apply(x, "tp").transpose(0, 1).reshape(E, G * n, C)       # (E, G n, C)
+        h = torch.bmm(x, self.fc_weight)                                     # (E, G n, C) @ (E, C, 4C/tp)
+        h = gelu(h if self.fc_bias is None else h + self.fc_bias[:, None])
+        y = ReduceFrom.apply(torch.bmm(h, self.proj_weight), "tp")           # (E, G n, 4C/tp) @ (E, 4C/tp, C)
+        y = y if self.proj_bias is None else y + self.proj_bias[:, None]
+        return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 6. Expert parallelism
+#
+# Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
+# back: two all-to-alls forward, two backward. The shapes are fixed by the capacity, however the router chooses: a rank
+# without a token to give sends empty slots, and nobody waits for a message that doesn't come.
+
+class ExpertParallel(nn.Module):
+    """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x):
+        (G, E, n, C), ep = x.shape, GROUPS["ep"].size
+        x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
+        x = Exchange.apply(x.contiguous(), "ep").view(ep * G, E // ep, n, C)               # piece j from rank j
+        y = self.experts(x).reshape(ep, G, E // ep, n, C)
+        y = Exchange.apply(y.contiguous(), "ep")                             # home again
+        return y.transpose(0, 1).reshape(G, E, n, C)
+
+
+def expert_parallel(model):
+    """A plain (or tensor-parallel) MoE GPT -> the same with its experts cut over the expert ranks."""
+    for block in model.blocks.values():
+        block.mlp.experts = ExpertParallel(block.mlp.experts)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 4. The optimizer: ZeRO, mixed precision, and data parallelism once more
+#
+# Training holds, for each parameter, a weight and a gradient in the model's dtype, and in float32 a master weight and
+# Adam's two moments: 2 + 2 + 12 = 16 bytes in bfloat16. Of N data-parallel ranks each holds all of it. ZeRO cuts it:
+#
+#     stage   weights   gradients   masters, moments     bytes a parameter     sent, in passes of (N - 1) / N
+#     0       2         2           12                   16                    2    all-reduce
+#     1       2         2           12 / N               4 + 12 / N            2    reduce-scatter, all-gather
+#     2       2         2 / N       12 / N               2 + 14 / N            2    the same; one scatter a micro-batch
+#     3       2 / N     2 / N       12 / N               16 / N                3    gathered again for backward
+#
+# A unit is a block, its experts, or all that isn't a block. Its parameters lie in one flat vector, matrices first, so
+# that weight decay is for a prefix; the vector is padded to N equal shards. What the unit computes with is the OUTPUT of
+#
+#     Use     forward: shard --gather--> weights / backward: their gradients --reduce--> the shard's gradient
+#
+# Autograd calls that backward once, when the unit's last gradient is there, tied uses summed: so the reduction of one
+# block runs while backward goes on with the next, with no hooks and no counters. With several micro-batches a step
+# gradients are summed in float32, before they are sent (stages 0, 1) or after (2, 3).
+
+def adamw(master, weights, grad, m, v, clip, lr, decay, beta1, beta2, correction1, correction2):
+    """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m and
+    v are the running means of g and g^2; both start at 0, and the corrections 1 - beta^t take that bias out. Compiled,
+    this is one kernel that reads and writes each number once: on a GPU it's memory that an optimizer waits for."""
+    g = grad.to(m.dtype) * clip
+    m.lerp_(g, 1 - beta1)                                                    # beta1 m + (1 - beta1) g
+    v.lerp_(g * g, 1 - beta2)
+    master.mul_(1 - lr * decay)
+    master.sub_(lr * (m / correction1) / ((v / correction2).sqrt() + 1e-8))
+    if weights is not None:                                                  # a copy in the model's dtype
+        weights.copy_(master)
+
+
+class Use(torch.autograd.Function):
+    """forward: the unit's weights, gathered / backward: their gradients, reduced. `anchor` only makes autograd call."""
+
+    @staticmethod
+    def forward(ctx, anchor, unit):
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tuple(unit.views(unit.ready()))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.unit.accumulate(grads)
+        return None, None
+
+
+class Unit:
+    """Parameters that are gathered, reduced and stepped together: one flat vector, of which this rank keeps a shard.
+
+    slots: {name: (a module's dictionary of parameters, key in it)}, with meta tensors of local shapes; group: the ranks
+    that hold the same parameters and see different tokens; before: the unit that backward needs next, if any."""
+
+    def __init__(self, slots, group, stage, dtype, grad_dtype, device):
+        meta = {name: holder[key] for name, (holder, key) in slots.items()}
+        self.names = sorted(meta, key=lambda name: not is_matrix(name, meta[name]))
+        self.shapes = [meta[name].shape for name in self.names]
+        self.slots, self.group, self.stage, self.dtype, self.device = slots, group, stage, dtype, device
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.numel = sum(self.sizes)
+        self.matrices = sum(n for n, name in zip(self.sizes, self.names) if is_matrix(name, meta[name]))
+        shards = group.size if stage else 1
+        self.width = -(-self.numel // shards)                                # of a shard
+        self.start = group.rank * self.width if stage else 0                 # where mine begins
+        self.wide = torch.promote_types(dtype, torch.float32)
+        empty = partial(torch.zeros, device=device)
+        self.master, self.exp_avg, self.exp_avg_sq = (empty(self.width, dtype=self.wide) for _ in range(3))
+        copied = dtype != self.wide or (shards > 1 and stage < 3)            # else masters are the weights
+        self.full = None
+        if stage < 3:
+            self.full = empty(shards * self.width, dtype=dtype) if copied else self.master
+            self.own = self.full[self.start:self.start + self.width]
+        else:
+            self.own = empty(self.width, dtype=dtype) if copied else self.master
+        self.copied, self.padded = copied, shards * self.width
+        self.grad = empty(self.padded if stage < 2 else self.width, dtype=grad_dtype)
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.spent, self.shard_grad, self.arriving, self.before = True, None, None, None
+
+    def views(self, flat):
+        """A vector of all parameters, cut into tensors of their shapes."""
+        return [piece.view(shape) for piece, shape in zip(flat[:self.numel].split(self.sizes), self.shapes)]
+
+    # ---- weights
+
+    def gather(self):
+        """Starts to bring the weights together, unless they are here or on their way."""
+        if self.stage == 3 and self.full is None:
+            self.full = torch.empty(self.padded, dtype=self.dtype, device=self.device)
+            self.arriving = all_gather(self.full, self.own, self.group, wait=False), self.own
+
+    def ready(self):
+        """The weights, all of them here, (padded,)."""
+        self.gather()
+        if self.arriving:
+            self.arriving[0].wait()
+            self.arriving = None
+        return self.full
+
+    def release(self):
+        """Stage 3: lets go of the gathered weights."""
+        if self.stage == 3:
+            self.ready()
+            self.full = None
+
+    def install(self):
+        """From now on the modules compute with this unit's weights."""
+        for name, weight in zip(self.names, Use.apply(self.anchor, self)):
+            holder, key = self.slots[name]
+            holder[key] = weight
+
+    def remove(self):
+        for holder, key in self.slots.values():
+            holder[key] = None
+        self.release()
+
+    def pack(self, x):
+        """What autograd wants to keep for backward, if it's a gathered weight: not that, but where it lay. Else None."""
+        if self.full is None or x.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr():
+            return None
+        if x.dim() < 2:      # a norm's weight: too small to gather for
+            return x.clone()
+        return self, x.shape, x.stride(), x.storage_offset()
+
+    # ---- gradients
+
+    def accumulate(self, grads):
+        """Takes the gradients of one micro-batch (None: zero) and, when it's time, starts their reduction."""
+        self.release()
+        if self.stage < 2:
+            self.add(self.views(self.grad), grads)
+            self.spent = False
+            if not self.pending.last:
+                return
+            if self.stage == 0 or self.group.size == 1:
+                self.shard_grad = self.grad
+                self.pending.put(all_reduce(self.grad, self.group, wait=False), lambda: None)
+            else:
+                self.shard_grad = self.grad.new_empty(self.width)
+                self.pending.put(reduce_scatter(self.shard_grad, self.grad, self.group, wait=False), lambda: None)
+            return
+        joined, piece = (torch.empty(n, dtype=self.dtype, device=self.device) for n in (self.padded, self.width))
+        self.add(self.views(joined), grads, overwrite=True)
+        joined[self.numel:] = 0
+
+        def finish():
+            joined.size()                                                    # alive until here
+            self.grad.copy_(piece) if self.spent else self.grad.add_(piece)
+            self.spent, self.shard_grad = False, self.grad
+        self.pending.put(reduce_scatter(piece, joined, self.group, wait=False), finish)
+
+    def add(self, into, grads, overwrite=False):
+        overwrite = overwrite or self.spent
+        for view, grad in zip(into, grads):
+            if grad is None and overwrite:
+                view.zero_()
+        into, grads = zip(*[pair for pair in zip(into, grads) if pair[1] is not None])
+        (torch._foreach_copy_ if overwrite else torch._foreach_add_)(into, grads)
+
+    def segments(self, weight_of):
+        """[(begin, end, weight)] of this rank's shard of the gradient, neighbours of one weight joined."""
+        found, at = [], -self.start
+        for name, n in zip(self.names, self.sizes):
+            begin, end, weight = max(at, 0), min(at + n, self.width), weight_of(name)
+            at += n
+            if begin < end and found and found[-1][2] == weight:
+                found[-1][1] = end
+            elif begin < end:
+                found.append([begin, end, weight])
+        return found
+
+    def step(self, update, decay, *numbers):
+        """AdamW on the shard, then the weights' way to where they are needed."""
+        cut = min(max(self.matrices - self.start, 0), self.width)
+        for part, d in ((slice(0, cut), decay), (slice(cut, self.width), 0.0)):
+            if self.master[part].numel():
+                update(self.master[part], self.own[part] if self.copied else None, self.shard_grad[part],
+                       self.exp_avg[part], self.exp_avg_sq[part], numbers[0], numbers[1], d, *numbers[2:])
+        self.spend()
+        self.spread()
+
+    def spend(self):
+        """The gradient has served: the next one overwrites it."""
+        self.spent, self.shard_grad = True, None
+
+    def spread(self):
+        """Stages 1 and 2: everyone gets the new weights."""
+        if self.stage in (1, 2) and self.group.size > 1:
+            own = self.own.clone()
+            self.arriving = all_gather(self.full, own, self.group, wait=False), own
+
+
+class Pending:
+    """Reductions under way. At most two: a third waits for the first, or every full gradient would stay alive."""
+
+    def __init__(self):
+        self.queue, self.last = deque(), True      # last: this micro-batch is the step's last
+
+    def put(self, work, then):
+        self.queue.append((work, then))
+        if len(self.queue) > 2:
+            self.take()
+
+    def take(self):
+        work, then = self.queue.popleft()
+        work.wait()
+        then()
+
+    def drain(self):
+        while self.queue:
+            self.take()
+
+
+@contextmanager
+def in_use(units):
+    """Within, modules compute with the weights of these units. What stage 3 gathers is let go of at the end, and autograd
+    keeps no hold of it: backward gathers it again."""
+    def pack(x):
+        return next((kept for kept in (unit.pack(x) for unit in units) if kept is not None), x)
+
+    def unpack(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        unit, shape, stride, offset = kept
+        full = unit.ready()
+        for other in unit.before:      # on their way while this one computes
+            other.gather()
+        return full.as_strided(shape, stride, offset)
+
+    for unit in units:
+        unit.install()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if units[0].stage == 3 else nullcontext():
+        yield
+    for unit in units:
+        unit.remove()
+
+
+class Shell(nn.Module):
+    """A block that computes with the weights of its units. `after`: the units that forward needs next."""
+
+    def __init__(self, block, units):
+        super().__init__()
+        self.block, self.units, self.after = block, units, []
+
+    def forward(self, x, attend=None):
+        with in_use(self.units):
+            for unit in self.after:
+                unit.gather()
+            return self.block(x, attend)
+
+
+class Parallel:
+    """A GPT on a mesh, with the optimizer that trains it. The numbers are those of one process on any mesh.
+
+    config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of all
+    ranks), micro_batch (sequences that a rank runs at once), beta1, beta2, weight_decay, grad_clip, attention, compile and
+    seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
+
+    float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
+    divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double it."""
+
+    def __init__(self, config, mesh, args, start=None):
+        self.config, self.mesh, self.args, dtype = config, mesh, args, args.dtype
+        self.main, self.copies = mesh.world.rank == 0, mesh.world.size // mesh.data.size      # ranks with my tokens
+        self.model = GPT(config, seed=None, attention=args.attention, device="meta")
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        self.num_params, self.counts = self.model.num_params(), None
+        slots = {f"{path}.{key}": (module._parameters, key) for path, module in self.model.named_modules()
+                 for key, p in module._parameters.items() if p is not None}
+        for name, (holder, key) in slots.items():
+            for cut in cuts_of(name, mesh):
+                holder[key] = nn.Parameter(cut.local(holder[key], getattr(mesh, cut.axis)))
+        if mesh.tp.size > 1:
+            tensor_parallel(self.model)
+        if mesh.ep.size > 1 and config.n_expert:
+            expert_parallel(self.model)
+        wide = torch.promote_types(dtype, torch.float32)
+        several = args.batch_size // mesh.data.size > args.micro_batch
+        grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
+        self.pending = Pending()
+
+        def unit(names, group):
+            made = Unit({name: slots[name] for name in names}, group, args.zero, dtype, grad_dtype, args.device)
+            made.pending = self.pending
+            return [made] if names else []
+        inner = [name for name in slots if name.startswith("blocks.")]
+        self.outer, self.units = unit([name for name in slots if name not in inner], mesh.data), []
+        self.wrap(inner, unit, args.compile)
+        self.units += self.outer
+        self.update = torch.compile(adamw) if args.compile else adamw
+        self.updates, self.scaled = 0, dtype == torch.float16
+        self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
+        weights = start["model"].get if start else partial(initial, config, self.shapes, args.seed)
+        self.fill("master", weights)
+
+    def wrap(self, inner, unit, compiled):
+        """Makes the units of the blocks, and has each block compute with them."""
+        if compiled:
+            self.model.compile_blocks()
+        before, last = [], None
+        for i, block in self.model.blocks.items():
+            names = [name for name in inner if name.startswith(f"blocks.{i}.")]
+            experts = [name for name in names if ".experts." in name]
+            units = unit([n for n in names if n not in experts], self.mesh.data) + (unit(experts, self.mesh.dp) if experts else [])
+            for u in units:
+                u.before = before
+            if last:
+                last.after = units
+            self.model.blocks[i] = last = Shell(block, units)
+            self.units += units
+            before = units
+
+    # ---- forward and backward
+
+    def loss(self, idx, targets, total=None):
+        """model.loss of this rank's sequences, idx and targets (B, T)."""
+        with in_use(self.outer):
+            return self.model.loss(idx, targets, total)
+
+    def backward(self, idx, targets):
+        """Gradients of a batch, of which this rank has idx and targets (B, T); a micro-batch at a time. -> this rank's
+        part of the loss: the parts of the data ranks add up to the mean over the whole batch.
+
+        Each summed loss is divided by the number of targets in the WHOLE batch, so that parts add up to the mean and to
+        its gradient, however many targets each of them holds."""
+        total = (targets >= 0).sum()
+        all_reduce(total, self.mesh.data)
+        total, loss = total.clamp(min=1), 0.0
+        parts = list(zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch)))
+        self.counts = None
+        for i, (part, part_targets) in enumerate(parts):
+            self.pending.last = i == len(parts) - 1
+            part_loss = self.loss(part, part_targets, total)
+            (part_loss * self.scale).backward()
+            loss = loss + part_loss.detach()
+            if self.config.n_expert:
+                self.counts = self.model.counts + (0 if self.counts is None else self.counts)      # (L, E + 1)
+        self.pending.drain()
+        return loss
+
+    def grad_norm(self):
+        """The norm of the whole gradient, each element counted once: a weight that n ranks hold has weight 1 / n."""
+        squares = []
+        for unit in self.units:
+            copies = unit.group.size if unit.stage == 0 else 1
+
+            def weight_of(name):
+                return 1 / (copies * (1 if any(cut.axis == "tp" for cut in cuts_of(name, self.mesh)) else self.mesh.tp.size))
+            squares += [torch.linalg.vector_norm(unit.shard_grad[a:b], dtype=unit.wide) ** 2 * w
+                        for a, b, w in unit.segments(weight_of)]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=self.units[0].wide, device=self.mesh.device)
+        all_reduce(total, self.mesh.world)
+        return total.sqrt() / self.scale
+
+    def step(self, lr):
+        """One AdamW step with the accumulated gradient, clipped to norm grad_clip. Returns the norm before clipping, a
+        scalar on the device: nothing here waits for the GPU but float16's look at overflow."""
+        norm, args = self.grad_norm(), self.args
+        scale = self.scale
+        if self.update_scale(norm):
+            self.updates += 1
+            clip = (args.grad_clip / norm).clamp(max=1.0) if args.grad_clip > 0 else torch.ones_like(norm)
+            changing = lr, 1 - args.beta1 ** self.updates, 1 - args.beta2 ** self.updates
+            # as tensors: the compiled step would take Python's numbers for constants
+            lr, *corrections = (torch.tensor(x, dtype=torch.float64) for x in changing)
+            for unit in self.units:
+                unit.step(self.update, args.weight_decay, clip / scale, lr, args.beta1, args.beta2, *corrections)
+        self.forget()
+        return norm
+
+    def forget(self):
+        """The gradient has served: the next one overwrites it."""
+        for unit in self.units:
+            unit.spend()
+
+    def update_scale(self, norm):
+        """float16's loss scaler: True if the step is to be taken."""
+        if not self.scaled:
+            return True
+        good = bool(norm.isfinite())
+        self.good_steps = self.good_steps + 1 if good else 0
+        if not good:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps % 2000 == 0:
+            self.scale *= 2
+        return good
+
+    # ---- whole parameters in and out
+
+    @torch.no_grad()
+    def fill(self, kind, source):
+        """Takes up `kind` ("master", "exp_avg", "exp_avg_sq") from source(name), whole tensors, one at a time."""
+        for unit in self.units:
+            flat, at = getattr(unit, kind), -unit.start
+            for name, n in zip(unit.names, unit.sizes):
+                begin, end = max(at, 0), min(at + n, unit.width)
+                if begin < end:
+                    whole = source(name)
+                    for cut in cuts_of(name, self.mesh):
+                        whole = cut.local(whole, getattr(self.mesh, cut.axis))
+                    flat[begin:end] = whole.flatten()[begin - at:end - at].to(flat)
+                at += n
+            if kind == "master" and unit.copied:
+                unit.own.copy_(unit.master)
+                unit.spread()
+
+    @torch.no_grad()
+    def whole(self, kind):
+        """{name: tensor of full shape on the CPU} of master, exp_avg or exp_avg_sq; {} but on rank 0. All ranks call it."""
+        found = {}
+        for unit in self.units:
+            flat = getattr(unit, kind)
+            if unit.stage and unit.group.size > 1:
+                flat = flat.new_empty(unit.padded)
+                all_gather(flat, getattr(unit, kind), unit.group)
+            for name, x in zip(unit.names, unit.views(flat)):
+                cuts = cuts_of(name, self.mesh)
+                for cut in reversed(cuts):
+                    group = getattr(self.mesh, cut.axis)
+                    parts = x.new_empty(group.size, *x.shape)
+                    all_gather(parts, x.contiguous()[None], group)
+                    x = cut.whole(list(parts), self.shapes[name][cut.dim])
+                if self.mesh.world.rank == 0:
+                    found[name] = x.cpu()
+        return found
+
+    def state(self):
+        """What a checkpoint keeps, of full shapes on the CPU of rank 0; all ranks call it."""
+        return {"model": self.whole("master"), "updates": self.updates,
+                "moments": {kind: self.whole(kind) for kind in ("exp_avg", "exp_avg_sq")},
+                "scaler": {"scale": self.scale, "good_steps": self.good_steps} if self.scaled else None}
+
+    def load(self, state):
+        """Takes up what `state` gave, on whatever mesh that was. UserError for moments that are not numbers."""
+        self.fill("master", state["model"].get)
+        for kind, named in state["moments"].items():
+            self.fill(kind, named.get)
+        finite = torch.tensor([float(all(getattr(u, kind).isfinite().all() for u in self.units for kind in state["moments"]))],
+                              device=self.mesh.device)
+        all_reduce(finite, self.mesh.world)
+        if finite < self.mesh.world.size:
+            raise UserError("the checkpoint holds moments that are not numbers")
+        self.updates = state["updates"]
+        if self.scaled and state["scaler"]:
+            self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
+
+    def state_bytes(self):
+        """Bytes of weights, gradients, masters and moments that this rank keeps."""
+        kept = {}
+        for unit in self.units:
+            for x in (unit.full if unit.stage < 3 else unit.own, unit.grad, unit.master, unit.exp_avg, unit.exp_avg_sq):
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return sum(kept.values())
