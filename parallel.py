@@ -54,10 +54,15 @@ from model import GPT, GPTConfig, UserError, derive, gelu, initial, is_matrix
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some ranks that work together. `process_group` is None for a group of one, which never communicates."""
+    """Some ranks that work together. `process_group` is None for a group of one, which never communicates. `name`: an
+    operator that torch.compile sees takes a string."""
 
     ranks: tuple
     process_group: object = None
+
+    @property
+    def name(self):
+        return ",".join(map(str, self.ranks))
 
     @property
     def size(self):
@@ -69,7 +74,7 @@ class Group:
 
 
 ALONE = Group((0,))
-GROUPS = {}                 # by name, since an operator that torch.compile sees takes a string
+GROUPS = {}                 # by name
 
 
 class Mesh:
@@ -85,8 +90,7 @@ class Mesh:
         for name, along in axes.items():
             last = np.moveaxis(grid, along, range(4 - len(along), 4))        # the axes that vary within a group
             rows = last.reshape(-1, int(np.prod([grid.shape[axis] for axis in along])))
-            GROUPS[name] = new_group(rows.tolist())
-            setattr(self, name, GROUPS[name])
+            setattr(self, name, new_group(rows.tolist()))
 
     def __str__(self):
         return " x ".join(f"{name} {getattr(self, name).size}" for name in ("dp", "ep", "tp"))
@@ -127,6 +131,7 @@ def new_group(rows):
             process_group = dist.new_group(ranks)                            # all ranks take part, in the same order
             if dist.get_rank() in ranks:
                 mine = Group(tuple(ranks), process_group)
+    GROUPS[mine.name] = mine
     return mine
 
 
@@ -211,7 +216,7 @@ def all_reduce(x, group, op="sum", wait=True):
 
 
 def all_gather(out, x, group, wait=True):
-    """out (N n, ...) becomes the x (n, ...) of all ranks, one after the other."""
+    """out (N n, ...) becomes the x (n, ...) of all ranks, one after the other; x may be its own part of out."""
     if group.size == 1:
         out.copy_(x)
         return Done()
@@ -221,9 +226,10 @@ def all_gather(out, x, group, wait=True):
 
 
 def reduce_scatter(out, x, group, wait=True):
-    """out (n, ...) becomes this rank's part of the sum of x (N n, ...) over the group."""
+    """out (n, ...) becomes this rank's part of the sum of x (N n, ...) over the group; it may be that part of x itself."""
     if group.size == 1:
-        out.copy_(x)
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
         return Done()
     count("reduce_scatter", x, group)
     check("reduce_scatter", out)
@@ -268,7 +274,7 @@ class CopyTo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
+        ctx.group = group.name
         return x.view_as(x)
 
     @staticmethod
@@ -281,7 +287,7 @@ class ReduceFrom(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        return reduced(x, group)
+        return reduced(x, group.name)
 
     @staticmethod
     def backward(ctx, grad):
@@ -293,8 +299,8 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
-        return exchanged(x, group)
+        ctx.group = group.name
+        return exchanged(x, ctx.group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -373,25 +379,25 @@ def cuts_of(name, mesh):
 
 
 class Replacement(nn.Module):
-    """A module that does another's work with the very parameters of it, under the same names."""
+    """A module that does another's work, as one of a group of ranks, with the very parameters of it."""
 
-    def __init__(self, module):
+    def __init__(self, module, group):
         super().__init__()
-        self._parameters = module._parameters
+        self._parameters, self.group = module._parameters, group             # under the same names
 
 
 class ColumnLinear(Replacement):
     """x, the same on all ranks, (..., C) -> this rank's columns (..., D/tp)."""
 
     def forward(self, x):
-        return F.linear(CopyTo.apply(x, "tp"), self.weight, self.bias)       # (..., C) @ (C, D/tp)
+        return F.linear(CopyTo.apply(x, self.group), self.weight, self.bias)       # (..., C) @ (C, D/tp)
 
 
 class RowLinear(Replacement):
     """This rank's columns (..., D/tp) -> the sum over ranks (..., C), the same on all of them; the bias added once."""
 
     def forward(self, x):
-        y = ReduceFrom.apply(F.linear(x, self.weight), "tp")                 # (..., D/tp) @ (D/tp, C)
+        y = ReduceFrom.apply(F.linear(x, self.weight), self.group)                 # (..., D/tp) @ (D/tp, C)
         return y if self.bias is None else y + self.bias
 
 
@@ -399,10 +405,10 @@ class VocabEmbedding(Replacement):
     """idx (B, T) -> (B, T, C): a rank looks up the ids whose rows (V/tp, C) it holds, zeros for the others; the sum."""
 
     def forward(self, idx):
-        row = idx - GROUPS["tp"].rank * self.weight.size(0)
+        row = idx - self.group.rank * self.weight.size(0)
         held = (row >= 0) & (row < self.weight.size(0))                      # (B, T)
         x = F.embedding(row.clamp(0, self.weight.size(0) - 1), self.weight)  # (B, T, C)
-        return ReduceFrom.apply(x * held[..., None], "tp")
+        return ReduceFrom.apply(x * held[..., None], self.group)
 
 
 class VocabCrossEntropy(torch.autograd.Function):
@@ -413,8 +419,8 @@ class VocabCrossEntropy(torch.autograd.Function):
     chunk_bytes = 2 ** 28      # of local logits in float32
 
     @staticmethod
-    def forward(ctx, x, w, targets, vocab_size):
-        group, wide = GROUPS["tp"], torch.promote_types(x.dtype, torch.float32)
+    def forward(ctx, x, w, targets, vocab_size, group):
+        wide = torch.promote_types(x.dtype, torch.float32)
         first = group.rank * w.size(0)                                       # the id of w's first row
         padding = torch.arange(first, first + w.size(0), device=w.device) >= vocab_size      # (V/tp,)
         rows = max(1, VocabCrossEntropy.chunk_bytes // (w.size(0) * wide.itemsize))
@@ -442,7 +448,7 @@ class VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None
+        return dx * grad, dw * grad, None, None, None
 
 
 class ShardedAttention(nn.Module):
@@ -450,9 +456,9 @@ class ShardedAttention(nn.Module):
     the other ranks', while those of the residual branches, which all ranks compute alike, must not: so it draws from
     a stream of its own and leaves the common one as it was."""
 
-    def __init__(self, attend):
+    def __init__(self, attend, group):
         super().__init__()
-        self.attend = attend
+        self.attend, self.group = attend, group
 
     def forward(self, qkv, dropout):
         return self.apart(qkv, dropout) if dropout else self.attend(qkv, 0.0)
@@ -462,24 +468,25 @@ class ShardedAttention(nn.Module):
         cuda = qkv.is_cuda
         with torch.random.fork_rng([qkv.device] if cuda else []):
             state = torch.cuda.get_rng_state(qkv.device) if cuda else torch.get_rng_state()
-            torch.manual_seed(derive(GROUPS["tp"].rank, state.numpy().tobytes()))
+            torch.manual_seed(derive(self.group.rank, state.numpy().tobytes()))
             y = self.attend(qkv, dropout)
         torch.rand(1, device=qkv.device)                                     # the common stream moves on, on all ranks alike
         return y
 
 
-def tensor_parallel(model):
+def tensor_parallel(model, group):
     """A plain GPT -> the same with its modules exchanged for those above; its parameters are cut by CUTS."""
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        attn.qkv, attn.proj, attn.causal = ColumnLinear(attn.qkv), RowLinear(attn.proj), ShardedAttention(attn.causal)
+        attn.qkv, attn.proj = ColumnLinear(attn.qkv, group), RowLinear(attn.proj, group)
+        attn.causal = ShardedAttention(attn.causal, group)
         if hasattr(mlp, "experts"):
-            mlp.experts = TensorParallelExperts(mlp.experts)
+            mlp.experts = TensorParallelExperts(mlp.experts, group)
         else:
-            mlp.fc, mlp.proj = ColumnLinear(mlp.fc), RowLinear(mlp.proj)
+            mlp.fc, mlp.proj = ColumnLinear(mlp.fc, group), RowLinear(mlp.proj, group)
     if model.first or model.last:
-        model.wte = VocabEmbedding(model.wte)
-    model.cross_entropy = VocabCrossEntropy.apply
+        model.wte = VocabEmbedding(model.wte, group)
+    model.cross_entropy = lambda *args: VocabCrossEntropy.apply(*args, group)
 
 
 class TensorParallelExperts(Replacement):
@@ -487,10 +494,10 @@ class TensorParallelExperts(Replacement):
 
     def forward(self, x):
         G, E, n, C = x.shape
-        x = CopyTo.apply(x, "tp").transpose(0, 1).reshape(E, G * n, C)       # (E, G n, C)
+        x = CopyTo.apply(x, self.group).transpose(0, 1).reshape(E, G * n, C)       # (E, G n, C)
         h = torch.bmm(x, self.fc_weight)                                     # (E, G n, C) @ (E, C, 4C/tp)
         h = gelu(h if self.fc_bias is None else h + self.fc_bias[:, None])
-        y = ReduceFrom.apply(torch.bmm(h, self.proj_weight), "tp")           # (E, G n, 4C/tp) @ (E, 4C/tp, C)
+        y = ReduceFrom.apply(torch.bmm(h, self.proj_weight), self.group)           # (E, G n, 4C/tp) @ (E, 4C/tp, C)
         y = y if self.proj_bias is None else y + self.proj_bias[:, None]
         return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
 
@@ -505,23 +512,23 @@ class TensorParallelExperts(Replacement):
 class ExpertParallel(nn.Module):
     """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
 
-    def __init__(self, experts):
+    def __init__(self, experts, group):
         super().__init__()
-        self.experts = experts
+        self.experts, self.group = experts, group
 
     def forward(self, x):
-        (G, E, n, C), ep = x.shape, GROUPS["ep"].size
+        (G, E, n, C), ep = x.shape, self.group.size
         x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
-        x = Exchange.apply(x.contiguous(), "ep").view(ep * G, E // ep, n, C)               # piece j from rank j
+        x = Exchange.apply(x.contiguous(), self.group).view(ep * G, E // ep, n, C)               # piece j from rank j
         y = self.experts(x).reshape(ep, G, E // ep, n, C)
-        y = Exchange.apply(y.contiguous(), "ep")                             # home again
+        y = Exchange.apply(y.contiguous(), self.group)                             # home again
         return y.transpose(0, 1).reshape(G, E, n, C)
 
 
-def expert_parallel(model):
+def expert_parallel(model, group):
     """A plain (or tensor-parallel) MoE GPT -> the same with its experts cut over the expert ranks."""
     for block in model.blocks.values():
-        block.mlp.experts = ExpertParallel(block.mlp.experts)
+        block.mlp.experts = ExpertParallel(block.mlp.experts, group)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -615,20 +622,24 @@ class Unit:
         """Starts to bring the weights together, unless they are here or on their way."""
         if self.stage == 3 and self.full is None:
             self.full = torch.empty(self.padded, dtype=self.dtype, device=self.device)
-            self.arriving = all_gather(self.full, self.own, self.group, wait=False), self.own
+            self.arriving = all_gather(self.full, self.own, self.group, wait=False)
 
     def ready(self):
         """The weights, all of them here, (padded,)."""
         self.gather()
-        if self.arriving:
-            self.arriving[0].wait()
-            self.arriving = None
+        self.settle()
         return self.full
+
+    def settle(self):
+        """Waits for weights that are on their way: until then neither they nor what they come from may be written."""
+        if self.arriving:
+            self.arriving.wait()
+            self.arriving = None
 
     def release(self):
         """Stage 3: lets go of the gathered weights."""
         if self.stage == 3:
-            self.ready()
+            self.settle()
             self.full = None
 
     def install(self):
@@ -660,11 +671,10 @@ class Unit:
             self.spent = False
             if not self.pending.last:
                 return
-            if self.stage == 0 or self.group.size == 1:
-                self.shard_grad = self.grad
+            self.shard_grad = self.grad[self.start:self.start + self.width]
+            if self.stage == 0:
                 self.pending.put(all_reduce(self.grad, self.group, wait=False), lambda: None)
             else:
-                self.shard_grad = self.grad.new_empty(self.width)
                 self.pending.put(reduce_scatter(self.shard_grad, self.grad, self.group, wait=False), lambda: None)
             return
         joined, piece = (torch.empty(n, dtype=self.dtype, device=self.device) for n in (self.padded, self.width))
@@ -699,6 +709,7 @@ class Unit:
 
     def step(self, update, decay, *numbers):
         """AdamW on the shard, then the weights' way to where they are needed."""
+        self.settle()
         cut = min(max(self.matrices - self.start, 0), self.width)
         for part, d in ((slice(0, cut), decay), (slice(cut, self.width), 0.0)):
             if self.master[part].numel():
@@ -714,8 +725,7 @@ class Unit:
     def spread(self):
         """Stages 1 and 2: everyone gets the new weights."""
         if self.stage in (1, 2) and self.group.size > 1:
-            own = self.own.clone()
-            self.arriving = all_gather(self.full, own, self.group, wait=False), own
+            self.arriving = all_gather(self.full, self.own, self.group, wait=False)
 
 
 class Pending:
@@ -799,9 +809,9 @@ class Parallel:
             for cut in cuts_of(name, mesh):
                 holder[key] = nn.Parameter(cut.local(holder[key], getattr(mesh, cut.axis)))
         if mesh.tp.size > 1:
-            tensor_parallel(self.model)
+            tensor_parallel(self.model, mesh.tp)
         if mesh.ep.size > 1 and config.n_expert:
-            expert_parallel(self.model)
+            expert_parallel(self.model, mesh.ep)
         wide = torch.promote_types(dtype, torch.float32)
         several = args.batch_size // mesh.data.size > args.micro_batch
         grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
@@ -929,6 +939,7 @@ class Parallel:
                     flat[begin:end] = whole.flatten()[begin - at:end - at].to(flat)
                 at += n
             if kind == "master" and unit.copied:
+                unit.settle()
                 unit.own.copy_(unit.master)
                 unit.spread()
 
@@ -979,3 +990,42 @@ class Parallel:
             for x in (unit.full if unit.stage < 3 else unit.own, unit.grad, unit.master, unit.exp_avg, unit.exp_avg_sq):
                 kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(kept.values())
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What each mode costs, predicted
+
+def zero_bytes(zero, N):
+    """Bytes of state a parameter, in bfloat16 with one micro-batch a step: the table above."""
+    return {0: 16, 1: 4 + 12 / N, 2: 2 + 14 / N, 3: 16 / N}[zero]
+
+
+def predicted_bytes(engine, T):
+    """Bytes that a rank sends in a training step of T tokens a sequence, {kind: bytes}, from the papers' formulas."""
+    mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
+    size, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
+    B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
+    parts = -(-B // args.micro_batch)
+
+    def ring(kind, n, itemsize, group, passes=1):
+        sent[kind] += passes * n * itemsize * (group.size - 1) / group.size
+    for unit in engine.units:
+        gathers = {0: 0, 1: 1, 2: 1, 3: parts if unit in engine.outer else 2 * parts}[args.zero]      # weights
+        if args.zero == 0:
+            ring("all_reduce", unit.padded, unit.grad.element_size(), unit.group, 2)
+        else:
+            ring("all_gather", unit.padded, size, unit.group, gathers)
+            ring("reduce_scatter", unit.padded, *((unit.grad.element_size(), unit.group) if args.zero == 1 else
+                                                  (size, unit.group, parts)))
+    if tp > 1:      # two f and two g a block; the embedding; and of the loss the gradient of x, and three numbers a token
+        ring("all_reduce", B * T * C * config.n_layer * 4, size, mesh.tp, 2)
+        ring("all_reduce", B * T * C * 2, size, mesh.tp, 2)
+        ring("all_reduce", B * T * 3, wide, mesh.tp, 2)
+    if mesh.ep.size > 1 and config.n_expert:      # there and back, forward and backward
+        capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
+        ring("all_to_all", B * config.n_expert * capacity * C * config.n_layer * 4, size, mesh.ep)
+        if tp > 1:      # the MLPs' f and g are on the experts' slots instead of the tokens
+            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * config.n_layer * 2, size, mesh.tp, 2)
+    ring("all_reduce", 8, 1, mesh.data, 2)                                   # the number of targets
+    ring("all_reduce", 1, wide, mesh.world, 2)                               # the gradient's norm
+    return {kind: round(n) for kind, n in sent.items() if n}
