@@ -29,6 +29,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -99,7 +100,8 @@ def softmax_online(x):
     m, l = -np.inf, 0.0
     for v in x:                                                              # pass 1
         m_new = max(m, v)
-        l = l * np.exp(m - m_new) + np.exp(v - m_new)
+        if m_new > -np.inf:                                                  # else nothing to add: -inf - -inf is no number
+            l = l * np.exp(m - m_new) + np.exp(v - m_new)
         m = m_new
     return np.array([np.exp(v - m) / l for v in x])                          # pass 2
 
@@ -173,6 +175,7 @@ class RecomputedMLP(torch.autograd.Function):
         return F.gelu(x @ w1.t()) @ w2.t()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w1, w2 = ctx.saved_tensors
         with torch.enable_grad():
@@ -232,7 +235,8 @@ def attention_tiled(q, k, v, block, causal=True):
             safe = np.where(np.isinf(m_new), 0.0, m_new)                     # nothing seen yet
             P, alpha = np.exp(S - safe[:, None]), np.exp(m - safe)
             l, O, m = l * alpha + P.sum(1), O * alpha[:, None] + P @ v[j:j + block], m_new
-        o[i:i + block], lse[i:i + block] = O / l[:, None], m + np.log(l)
+        blind = l == 0                                                       # queries that saw no key: 0 and -inf
+        o[i:i + block], lse[i:i + block] = O / np.where(blind, 1, l)[:, None], np.where(blind, -np.inf, m + np.log(l + blind))
     return o, lse
 
 
@@ -480,6 +484,7 @@ class FlashAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_o, grad_lse):
         grad_o = torch.zeros_like(ctx.saved_tensors[3]) if grad_o is None else grad_o
         return *flash_backward(*ctx.saved_tensors, grad_o, grad_lse, ctx.causal, ctx.scale), None, None
@@ -496,6 +501,7 @@ class PackedFlashAttention(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_o):
         return flash_packed_backward(*ctx.saved_tensors, grad_o, ctx.scale), None
 
@@ -525,21 +531,24 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     torch's operators. ValueError for shapes, dtypes and devices that don't go together, and for causal Tq > Tk.
     """
     check_attention(q, k, v, causal)
-    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    scale = max(1, q.size(-1)) ** -0.5 if scale is None else float(scale)
+    if scale <= 0:                                                           # kernels, torch's too, scale after the maximum
+        q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
     if attends(q) and k.numel():
-        if scale <= 0:                                                       # the kernel scales after the maximum
-            q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
         o, lse = FlashAttention.apply(q, k, v, causal, scale)
         return (o, lse / LOG2E) if return_lse else o
     if return_lse or k.size(2) == 0:
-        o, lse = attention_naive(q, k, v, causal, scale)
-        return (o, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else o
+        wide = torch.promote_types(q.dtype, torch.float32)
+        o, lse = attention_naive(q.to(wide), k.to(wide), v.to(wide), causal, scale)
+        return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
     return torch_attention(q, k, v, causal, scale)
 
 
 def packed_flash_attention(qkv):
     """Causal flash_attention(q, k, v) of qkv (3, B, nh, T, hs), the three as one projection makes them. The gradient is
     one tensor too, which the projection's backward takes as it is: three would first be copied into one."""
+    if qkv.dim() != 5 or qkv.size(0) != 3:
+        raise ValueError(f"packed attention takes qkv (3, B, nh, T, hs), not {tuple(qkv.shape)}")
     if attends(qkv):
         return PackedFlashAttention.apply(qkv, qkv.size(-1) ** -0.5)
     return flash_attention(*qkv.unbind(0))
@@ -568,9 +577,10 @@ def softmax_grad_naive(logits, targets, vocab_size):
     """Cross-entropy of logits (n, V padded) for targets (n,) int64, each row's (n,), float32; the logits are replaced
     by its gradient. A row whose target is negative counts for nothing; columns from vocab_size on are padding."""
     z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))          # (n, V)
-    valid, target = targets >= 0, targets.clamp(min=0)[:, None]              # (n,), (n, 1)
+    valid, target = targets >= 0, targets.clamp(0, vocab_size - 1)[:, None]  # (n,), (n, 1)
     lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
-    loss = (lse - z_target) * valid
+    z_target = z_target.masked_fill(targets >= vocab_size, math.nan)
+    loss = (lse - z_target).masked_fill(~valid, 0.0)
     lse = lse.masked_fill(~valid, math.inf)                                  # exp(z - inf) = 0: no gradient
     at_target = (z_target - lse).exp() - valid.to(z.dtype)                   # (n,): p - 1, before p is rounded
     logits[:, :vocab_size] = (z - lse[:, None]).exp()                        # (n, V)
@@ -586,7 +596,9 @@ def softmax_grad_kernel(z_ptr, target_ptr, loss_ptr, V, width, BLOCK: tl.constex
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
-    z_target = tl.load(z_ptr + tl.maximum(target, 0)).to(tl.float32) * LOG2E      # before anything is replaced
+    there = (target >= 0) & (target < V)
+    z_target = tl.load(z_ptr + tl.where(there, target, 0)).to(tl.float32) * LOG2E      # before anything is replaced
+    z_target = tl.where(target < V, z_target, float("nan"))
     m, l = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
     for i in range(0, V, BLOCK):
         z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
@@ -644,18 +656,26 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_loss):
         dx, dw = ctx.saved_tensors
-        return dx * grad_loss.to(dx.dtype), dw * grad_loss.to(dw.dtype), None, None, None
+        return dx * grad_loss, dw * grad_loss, None, None, None              # a scalar doesn't change their dtypes
 
 
 def linear_cross_entropy(x, w, targets, vocab_size):
     """Summed cross-entropy, in nats, of the logits x @ w.T, which never exist whole.
 
     x (N, C); w (V padded, C), whose rows from vocab_size on are padding and get no probability; targets (N,) int64,
-    negative where a row doesn't count. -> float32 scalar (float64 for float64)."""
+    negative where a row doesn't count. -> float32 scalar (float64 for float64). ValueError for shapes and dtypes that
+    don't go together; a target of vocab_size or more gives NaN."""
+    if x.dim() != 2 or w.dim() != 2 or x.size(1) != w.size(1) or targets.shape != x.shape[:1] or x.dtype != w.dtype:
+        raise ValueError(f"the loss takes x (N, C), w (V, C) of one dtype and targets (N,), not {x.dtype} {tuple(x.shape)}, "
+                         f"{w.dtype} {tuple(w.shape)} and {tuple(targets.shape)}")
+    if not 0 < vocab_size <= w.size(0):
+        raise ValueError(f"vocab_size={vocab_size} must be between 1 and the {w.size(0)} rows of w")
     with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    return LinearCrossEntropy.apply(x, w, targets, vocab_size, with_grad)
+    with torch.autocast(x.device.type, enabled=False):
+        return LinearCrossEntropy.apply(x, w, targets.contiguous(), vocab_size, with_grad)
 
 
 # --------------------------------------------------------------------------------------------------------------

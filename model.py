@@ -208,20 +208,19 @@ def rows(x, index):
 class Move(torch.autograd.Function):
     """forward: rows(x, index), x (B, N, C), index (B, M) -> (B, M, C) / backward: the same by `back`, copies summed.
 
-    back (B, r * N): number j * N + n says to which of the M rows the j-th copy of row n went; M: to none. Autograd's
-    own backward would be a scatter-add, whose atomics are slow in 16 bits and add in an order that isn't fixed."""
+    back (B, r, N): entry j, n says to which of the M rows the j-th copy of row n went; M: to none. Autograd's own
+    backward would be a scatter-add, whose atomics are slow in 16 bits and add in an order that isn't fixed."""
 
     @staticmethod
     def forward(ctx, x, index, back):
         ctx.save_for_backward(back)
-        ctx.N = x.size(1)
         return rows(x, index)
 
     @staticmethod
     def backward(ctx, dy):
         back, = ctx.saved_tensors
-        dx = rows(dy, back)                                                  # (B, r*N, C)
-        return dx.view(dx.size(0), -1, ctx.N, dx.size(-1)).sum(1), None, None      # (B, r, N, C) -> (B, N, C)
+        dx = rows(dy, back.flatten(1)).view(*back.shape, -1)                 # (B, r*N, C) -> (B, r, N, C)
+        return dx.sum(1), None, None                                         # (B, N, C)
 
 
 def place(choice, E, capacity):
@@ -309,9 +308,10 @@ class MoE(nn.Module):
         slot, owner, load = place(choice, E, capacity)                       # (B, k*T), (B, E*capacity), (B, E, k*T)
 
         token = torch.where(owner < k * T, owner % T, T)                     # (B, E*capacity); T: an empty slot
-        h = Move.apply(x, token, slot)                                       # (B, T, C) -> (B, E*capacity, C)
+        h = Move.apply(x, token, slot.view(B, k, T))                         # (B, T, C) -> (B, E*capacity, C)
         h = self.experts(h.view(B, E, capacity, C))                          # (B, E, capacity, C)
-        y = Move.apply(h.reshape(B, E * capacity, C), slot, owner)           # (B, E*capacity, C) -> (B, k*T, C)
+        h = h.reshape(B, E * capacity, C)                                    # (B, E*capacity, C)
+        y = Move.apply(h, slot, owner.unsqueeze(1))                          # (B, E*capacity, C) -> (B, k*T, C)
         y = (y.view(B, k, T, C) * gates.unsqueeze(-1)).sum(1).to(x.dtype)    # (B, k, T, C) * (B, k, T, 1) -> (B, T, C)
 
         share = load[:, :, T - 1].to(probs.dtype) / T                        # (B, E): f, of the first choices

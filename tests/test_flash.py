@@ -366,6 +366,53 @@ def test_linear_cross_entropy(monkeypatch, rows, dtype, tolerance):
         assert error(linear_cross_entropy(x, w, targets, 65), want) < tolerance
 
 
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
+def test_the_loss_takes_any_targets(monkeypatch, kernel):
+    monkeypatch.setattr(flash, "INTERPRETED", kernel and not CUDA)
+    x, w = torch.randn(5, 4, device=DEVICE), torch.randn(16, 4, device=DEVICE)
+    y = torch.randint(0, 7, (5, 3), device=DEVICE)
+    for targets in (y[:, 0], y[:1, 0].expand(5)):                            # not contiguous
+        assert error(linear_cross_entropy(x, w, targets, 7), F.cross_entropy(x @ w[:7].t(), targets, reduction="sum")) < 1e-5
+    for bad in (7, 10, 16, 1000):                                            # padding, and beyond
+        assert linear_cross_entropy(x, w, torch.full((5,), bad, device=DEVICE), 7).isnan()
+    broken = x.clone()
+    broken[1] = math.nan                                                     # a row that counts for nothing
+    targets = torch.tensor([0, -1, 2, 3, 4], device=DEVICE)
+    assert error(linear_cross_entropy(broken, w, targets, 7), linear_cross_entropy(x, w, targets, 7)) < 1e-6
+    for x_, w_, t_, V in ((x, w, y, 7), (x, w, y[:3, 0], 7), (x, w[:, :3], y[:, 0], 7), (x.half(), w, y[:, 0], 7),
+                          (x, w, y[:, 0], 17), (x, w, y[:, 0], 0), (x[None], w, y[:, 0], 7)):
+        with pytest.raises(ValueError, match="the loss takes|vocab_size"):
+            linear_cross_entropy(x_, w_, t_, V)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert linear_cross_entropy(x, w.requires_grad_(), targets, 7).dtype == torch.float32
+
+
+def test_a_second_derivative_is_refused():
+    x = torch.randn(2, 1, 9, 4, device=DEVICE, requires_grad=True)
+    grad, = torch.autograd.grad(linear_cross_entropy(x[0, 0], x[1, 0], torch.zeros(9, dtype=torch.int64, device=DEVICE), 9)
+                                .square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale_without_kernels(monkeypatch, scale):
+    monkeypatch.setattr(flash, "INTERPRETED", False)
+    q, k, v = (torch.randn(1, 2, 9, 8, dtype=torch.float64, device=DEVICE) for _ in range(3))
+    assert error(flash_attention(q, k, v, scale=scale), attention_naive(q, k, v, scale=scale)[0]) < 1e-12
+    half = (torch.randn(1, 1, 9, 300, device=DEVICE) * 60).half()                # no kernel is so wide
+    o, lse = flash_attention(half, half, half, return_lse=True)
+    want = attention_naive(half.double(), half.double(), half.double())
+    assert error(o, want[0]) < 2e-3 and error(lse, want[1]) < 1e-5
+
+
+def test_numpy_versions_at_their_edges():
+    assert abs(softmax_online(np.array([-np.inf, 1.0, 2.0])) - softmax_safe(np.array([-np.inf, 1.0, 2.0]))).max() < 1e-15
+    q, k = np.random.randn(7, 4), np.random.randn(3, 4)
+    o, lse = attention_tiled(q, k, k, 2)                                     # queries before the first key
+    assert abs(o[:4]).max() == 0 and (lse[:4] == -np.inf).all() and np.isfinite(o).all()
+
+
 def test_the_chapter_runs(capsys, monkeypatch):
     monkeypatch.setattr(flash, "INTERPRETED", False)
     flash.chapter(shapes=[(1, 2, 256, 64, True)], lengths=(128, 256), rows=(1024,), tokens=64)
