@@ -20,11 +20,10 @@ What it can't do: cut the sequence (no sequence parallelism between the tensor-p
 that can hold the whole model in the host's memory.
 """
 
+import argparse
 import math
 import os
 import re
-import socket
-import sys
 import time
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
@@ -38,7 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from flash import linear_cross_entropy, operator
+from flash import operator
 from model import GPT, GPTConfig, UserError, derive, gelu, initial, is_matrix
 
 # --------------------------------------------------------------------------------------------------------------
@@ -91,6 +90,13 @@ class Mesh:
             last = np.moveaxis(grid, along, range(4 - len(along), 4))        # the axes that vary within a group
             rows = last.reshape(-1, int(np.prod([grid.shape[axis] for axis in along])))
             setattr(self, name, new_group(rows.tolist()))
+
+    @classmethod
+    def alone(cls, device):
+        """The mesh of this process alone, whoever else there is."""
+        mesh = cls.__new__(cls)
+        mesh.device, mesh.dp, mesh.ep, mesh.pp, mesh.tp, mesh.data, mesh.world = device, *[ALONE] * 6
+        return mesh
 
     def __str__(self):
         return " x ".join(f"{name} {getattr(self, name).size}" for name in ("dp", "ep", "tp"))
@@ -1029,3 +1035,73 @@ def predicted_bytes(engine, T):
     ring("all_reduce", 8, 1, mesh.data, 2)                                   # the number of targets
     ring("all_reduce", 1, wide, mesh.world, 2)                               # the gradient's norm
     return {kind: round(n) for kind, n in sent.items() if n}
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The chapter's claims, predicted beside measured: torchrun --nproc_per_node=4 parallel.py
+
+def modes(N):
+    """(name, what is cut, options) of what N ranks can show."""
+    found = [("data", "the batch", {}), ("zero 1", "+ masters, moments", dict(zero=1)),
+             ("zero 2", "+ gradients", dict(zero=2)), ("zero 3", "+ weights", dict(zero=3)),
+             ("tensor", "matrices, heads, vocabulary", dict(tp=N)), ("expert", "the batch, experts", dict(ep=N))]
+    if N % 2 == 0 and N > 2:
+        found += [("tensor 2, zero 3", "matrices; weights", dict(tp=2, zero=3)),
+                  ("expert 2, tensor 2", "experts; matrices", dict(ep=2, tp=2))]
+    return found
+
+
+def show(config, mode, device, steps=4, T=64):
+    """-> the numbers of one mode, measured on `steps` steps in float32 beside one process."""
+    mesh = Mesh(device, ep=mode.get("ep", 1), tp=mode.get("tp", 1))
+    B = 4 * mesh.world.size
+    args = argparse.Namespace(device=device, dtype=torch.float32, zero=mode.get("zero", 0), batch_size=B, beta1=0.9,
+                              beta2=0.95, weight_decay=0.1, grad_clip=1.0, attention="auto", compile=False, seed=1,
+                              micro_batch=B // mesh.data.size)
+    g = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, config.vocab_size, (2, B, T), generator=g).to(device) for _ in range(steps)]
+    runs = []
+    for place in (mesh, Mesh.alone(device)):
+        engine = Parallel(config, place, argparse.Namespace(**{**vars(args), "micro_batch": B // place.data.size}))
+        losses = []
+        for step, batch in enumerate(batches):
+            if step == steps - 1:
+                mesh.any(False)                                              # all start the last one together
+                LEDGER.clear()
+                begin = time.perf_counter()
+            loss = engine.backward(*(x.chunk(place.data.size)[place.data.rank] for x in batch))
+            engine.step(1e-3)
+            if step == steps - 1:
+                sent = sum(LEDGER.values())
+                loss.item()
+                seconds = time.perf_counter() - begin
+            all_reduce(loss, place.data)
+            losses.append(loss.item())
+        runs.append((engine, losses, sent, seconds))
+    (engine, losses, sent, seconds), (_, want, _, _) = runs
+    half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16}))
+    table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
+    return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params, half.state_bytes() / engine.num_params,
+            max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
+
+
+def chapter():
+    """Prints the table; every rank calls it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with joined(device) as mesh:
+        N, device = mesh.world.size, mesh.device
+        if mesh.world.rank == 0:
+            print(f"{N} ranks on {device.type}; bytes that a rank sends a step, and of state a parameter in bfloat16\n"
+                  f"{'mode':20}{'what is cut':29}{'sent: predicted':>16}{'measured':>12}{'state: predicted':>18}"
+                  f"{'measured':>10}{'difference':>12}{'ms a step':>11}")
+        for name, cut, mode in modes(N):
+            experts = dict(n_expert=2 * N) if "ep" in mode else {}
+            config = GPTConfig(vocab_size=65, block_size=64, n_layer=4, n_head=2 * N, n_embd=24 * N, **experts)
+            a, b, c, d, difference, seconds = show(config, mode, device)
+            if mesh.world.rank == 0:
+                print(f"{name:20}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    chapter()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import parallel
 from model import GPT, GPTConfig, MoE
-from parallel import (ALONE, LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce_gradients, all_to_all,
+from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce_gradients, all_to_all,
                       broadcast, reduce_scatter)
 
 ROOT = Path(__file__).parent.parent
@@ -55,15 +55,6 @@ def batch(step, seed):
     targets[torch.rand(12, 8, generator=g) < 0.3] = -1
     targets[1] = -1
     return idx, targets
-
-
-def alone():
-    """A mesh of this process alone."""
-    mesh = Mesh.__new__(Mesh)
-    for name in ("dp", "ep", "pp", "tp", "data", "world"):
-        setattr(mesh, name, ALONE)
-    mesh.device = torch.device("cpu")
-    return mesh
 
 
 def engine_of(mode, world, dtype, accumulation=2, **options):
@@ -279,7 +270,7 @@ def checkpoints(world, seed):
         same.load(box[0])
         moved.load(box[0])
         got, got_moved = steps(same, seed, 2, first=3), steps(moved, seed, 2, first=3)
-        one = Parallel(first.config, alone(), Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)))
+        one = Parallel(first.config, Mesh.alone(torch.device("cpu")), Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)))
         one.load(box[0])
         got_one = steps(one, seed, 2, first=3)
         found.append((got == want, mode, other, max(abs(a / b - 1) for g in (got_moved, got_one) for x, y in zip(g, want) for a, b in zip(x, y))))
