@@ -160,6 +160,8 @@ def joined(device, ep=1, tp=1):
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+    # torchrun's store outlives its restarts: what the processes before said in it is not for these
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                             timeout=timedelta(minutes=10))
     try:
@@ -167,6 +169,8 @@ def joined(device, ep=1, tp=1):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
+        if dist.get_backend() == "gloo":
+            dist.destroy_process_group()                                     # so that others, who wait for this one, notice
         store.set(f"here {rank}", "")                                        # who is still there says so
         time.sleep(3)
         gone = [r for r in range(world) if not store.check([f"here {r}"])]

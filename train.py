@@ -489,19 +489,18 @@ class Interrupt:
         signal.signal(number, signal.SIG_IGN if self.several else signal.SIG_DFL)      # torchrun sends some twice
 
     def watch(self):
-        number = os.read(self.pipe[0], 1)
-        if number:
-            time.sleep(self.GRACE)
-            print(f"train.py: rank {os.environ['RANK']} was told to stop and waited {self.GRACE} s for the others in vain",
-                  file=sys.stderr, flush=True)
-            os._exit(128 + number[0])
+        number = os.read(self.pipe[0], 1)[0]
+        time.sleep(self.GRACE)
+        print(f"train.py: rank {os.environ['RANK']} was told to stop and waited {self.GRACE} s for the others in vain",
+              file=sys.stderr, flush=True)
+        os._exit(128 + number)
 
     def restore(self):
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-        if self.several:
-            signal.set_wakeup_fd(-1)
-            os.close(self.pipe[1])      # the thread reads an end, and ends
+        """Signals mean again what they meant before. Not so among several processes: torchrun's must not keep one of them
+        from saying why it ends."""
+        if not self.several:
+            for number, handler in self.old.items():
+                signal.signal(number, handler)
 
 
 class Progress:

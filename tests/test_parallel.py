@@ -481,3 +481,120 @@ def test_all_tokens_to_one_expert(world):
 def test_an_overflow_on_one_rank_is_skipped_by_all(world):
     for finite, unchanged, _ in of(world, "float16_overflow"):
         assert not finite and unchanged
+
+
+# ---- the program under torchrun ---------------------------------------------------------------------------------
+
+TINY = ["--preset=cpu", "--no-draft", "--device=cpu", "--no-compile", "--n_layer=2", "--n_head=4", "--n_embd=16", "--block_size=8",
+        "--batch_size=8", "--eval_batches=2", "--eval_every=0"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(bytes(torch.randint(32, 90, (4000,)).tolist()))
+    return path
+
+
+def torchrun(count, out, *options, launcher=()):
+    """train.py by `count` processes, on a port that is free."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *launcher, "train.py",
+               *TINY, f"--out={out}", *map(str, options)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in lines if "step" in r}
+
+
+def wait_for_step(out, step):
+    end = time.time() + 60
+    while time.time() < end:
+        time.sleep(0.1)
+        if (out / "log.jsonl").exists() and max(losses(out), default=0) >= step:
+            return
+    raise TimeoutError(f"step {step} didn't come")
+
+
+def ranks_of(process):
+    """The process ids of the ranks that a torchrun started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in children.read_text().split() if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def ended(pids):
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+
+
+def test_four_processes_write_what_one_reads(text, tmp_path):
+    process = torchrun(4, tmp_path / "four", f"--data={text}", "--max_steps=12", "--tp=2", "--zero=3")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert out.count("ckpt.pt:") == 1 and out.count("a sample:") == 1 and "dp 2 x ep 1 x tp 2, zero 3" in err
+    import train
+    assert train.main([*TINY, f"--data={text}", f"--out={tmp_path / 'one'}", "--max_steps=12"]) == 0
+    four, one = losses(tmp_path / "four"), losses(tmp_path / "one")
+    assert four.keys() == one.keys() and max(abs(four[s] / one[s] - 1) for s in one) < 1e-5
+    # and goes on from
+    assert train.main(["--resume", f"--out={tmp_path / 'four'}", "--max_steps=14", "--no-compile"]) == 0
+    assert train.main(["--resume", f"--out={tmp_path / 'one'}", "--max_steps=14", "--no-compile"]) == 0
+    assert abs(losses(tmp_path / "four")[14] / losses(tmp_path / "one")[14] - 1) < 1e-5
+    import sample
+    assert sample.main([f"--ckpt={tmp_path / 'four' / 'ckpt.pt'}", "--max_new_tokens=5", "--device=cpu"]) == 0
+
+
+@needs_proc
+def test_a_killed_rank_ends_all_and_a_restart_goes_on(text, tmp_path):
+    options = [f"--data={text}", "--zero=2", "--save_every=20", "--dropout=0.1"]
+    process = torchrun(2, tmp_path / "a", *options, "--max_steps=400")
+    assert process.wait(timeout=90) == 0
+    process = torchrun(2, tmp_path / "b", *options, "--max_steps=100000", "--decay_steps=400")
+    wait_for_step(tmp_path / "b", 25)
+    ranks = ranks_of(process)
+    os.kill(ranks[1], signal.SIGKILL)
+    start = time.time()
+    _, err = process.communicate(timeout=40)
+    assert process.returncode != 0 and time.time() - start < 30 and ended(ranks)
+    assert "train.py: rank 0: rank 1 is gone" in err
+    (tmp_path / "b" / "log.jsonl").unlink()                                  # written anew from the checkpoint on
+    begun = torch.load(tmp_path / "b" / "ckpt.pt", weights_only=True)["step"]
+    process = torchrun(2, tmp_path / "b", *options, "--max_steps=400", "--resume", launcher=["--max_restarts=1"])
+    wait_for_step(tmp_path / "b", begun + 30)                                # past the next checkpoint
+    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    a, b = losses(tmp_path / "a"), losses(tmp_path / "b")
+    assert a == {**a, **b} and max(b) == 400 and min(b) == begun + 1
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_no_process(text, tmp_path, number):
+    process = torchrun(3, tmp_path, f"--data={text}", "--max_steps=100000", "--batch_size=6")
+    wait_for_step(tmp_path, 3)
+    ranks = ranks_of(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode != 0 and len(ranks) == 3 and ended(ranks)
+    assert err.count("stopped and saved") == 1
+    ckpt = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert ckpt["step"] == max(losses(tmp_path)) and not list(tmp_path.glob("*.part"))
+
+
+def test_what_does_not_fit_is_said_once_by_all(text, tmp_path, monkeypatch):
+    process = torchrun(3, tmp_path, f"--data={tmp_path / 'nothing.txt'}", "--batch_size=6")      # found by the first alone
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and err.count("train.py: data=") == 1
+    process = torchrun(3, tmp_path, f"--data={text}", "--batch_size=6", "--tp=3")      # found by each
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and err.count("n_head=4 can't be split over tp=3") == 1
+    import train
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for options, words in ((["--tp=3"], "4 processes can't be laid out with ep=1 x tp=3"), (["--batch_size=6"], "6 can't be split"),
+                           (["--dp=2"], "nproc_per_node=2"), (["--micro_batch=3"], "micro_batch=3"), (["--ep=0"], "ep=0")):
+        with pytest.raises(train.UserError, match=re.escape(words)):
+            train.parse([*TINY, f"--data={text}", *options])
