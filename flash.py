@@ -100,7 +100,7 @@ def softmax_online(x):
     m, l = -np.inf, 0.0
     for v in x:                                                              # pass 1
         m_new = max(m, v)
-        if m_new > -np.inf:                                                  # else nothing to add: -inf - -inf is no number
+        if m_new > -np.inf:                                                  # else there is nothing yet to add
             l = l * np.exp(m - m_new) + np.exp(v - m_new)
         m = m_new
     return np.array([np.exp(v - m) / l for v in x])                          # pass 2
@@ -236,7 +236,8 @@ def attention_tiled(q, k, v, block, causal=True):
             P, alpha = np.exp(S - safe[:, None]), np.exp(m - safe)
             l, O, m = l * alpha + P.sum(1), O * alpha[:, None] + P @ v[j:j + block], m_new
         blind = l == 0                                                       # queries that saw no key: 0 and -inf
-        o[i:i + block], lse[i:i + block] = O / np.where(blind, 1, l)[:, None], np.where(blind, -np.inf, m + np.log(l + blind))
+        o[i:i + block] = O / np.where(blind, 1, l)[:, None]
+        lse[i:i + block] = np.where(blind, -np.inf, m + np.log(l + blind))
     return o, lse
 
 
@@ -347,8 +348,8 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_de
     dv_desc.store([b, h, j, 0], dV.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, HS))
 
 
-# By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on registers
-# a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4 warps, several
+# By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on
+# registers a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4 warps, several
 # of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its exponentials.
 # With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
 SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 256: (64, 32, 4, 1, None)},
@@ -532,7 +533,7 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     """
     check_attention(q, k, v, causal)
     scale = max(1, q.size(-1)) ** -0.5 if scale is None else float(scale)
-    if scale <= 0:                                                           # kernels, torch's too, scale after the maximum
+    if scale <= 0:      # kernels, torch's too, scale after they took the maximum
         q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
     if attends(q) and k.numel():
         o, lse = FlashAttention.apply(q, k, v, causal, scale)
@@ -669,8 +670,8 @@ def linear_cross_entropy(x, w, targets, vocab_size):
     negative where a row doesn't count. -> float32 scalar (float64 for float64). ValueError for shapes and dtypes that
     don't go together; a target of vocab_size or more gives NaN."""
     if x.dim() != 2 or w.dim() != 2 or x.size(1) != w.size(1) or targets.shape != x.shape[:1] or x.dtype != w.dtype:
-        raise ValueError(f"the loss takes x (N, C), w (V, C) of one dtype and targets (N,), not {x.dtype} {tuple(x.shape)}, "
-                         f"{w.dtype} {tuple(w.shape)} and {tuple(targets.shape)}")
+        raise ValueError(f"the loss takes x (N, C), w (V, C) of one dtype and targets (N,), not {x.dtype} "
+                         f"{tuple(x.shape)}, {w.dtype} {tuple(w.shape)} and {tuple(targets.shape)}")
     if not 0 < vocab_size <= w.size(0):
         raise ValueError(f"vocab_size={vocab_size} must be between 1 and the {w.size(0)} rows of w")
     with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)

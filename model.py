@@ -161,7 +161,7 @@ class Attention(nn.Module):
 
 def gelu(x):
     """GELU in its tanh form: x (1 + tanh u) / 2, u = sqrt(2 / pi) (x + 0.044715 x^3), which is also x sigmoid(2 u). The
-    compiler makes one exponential of the latter, and of its tanh a long path that the GPU, not its memory, waits for."""
+    compiler makes one exponential of the latter, and of its tanh a path so long that memory waits for it."""
     if not (x.is_cuda and torch.compiler.is_compiling()):
         return F.gelu(x, approximate="tanh")
     z = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -46,7 +46,7 @@ from model import GPT, GPTConfig, UserError, derive, gelu, initial, is_matrix
 # Ranks are laid out as a grid, data x expert x pipeline x tensor. Who differs from me in one coordinate alone is my
 # group along that axis. Tensor neighbours talk most, so they are adjacent ranks: on one host, by the fastest link.
 #
-#     world 8, tp 2, ep 2:    rank = (dp * 2 + ep) * 2 + tp       rank 5 = (1, 0, 0, 1): tp group {4, 5}, ep group {5, 7}
+#     world 8, tp 2, ep 2:    rank = (dp * 2 + ep) * 2 + tp      rank 5 = (1, 0, 0, 1): tp group {4, 5}, ep group {5, 7}
 #
 # Tokens are split over data and expert ranks alike: both see different sequences. What they share is another matter:
 # a dense weight is the same on all of them, an expert lives on one expert rank and is the same along data alone.
@@ -147,16 +147,16 @@ class Unreachable(Exception):
 
 @contextmanager
 def joined(device, ep=1, tp=1):
-    """Within, the processes that torchrun started work together, if it started several: gives the Mesh. On CUDA each takes
-    the GPU of its local rank. Raises UserError if there are too few, and Unreachable when one of them dies."""
+    """Within, the processes that torchrun started work together, if it started several: gives the Mesh. On CUDA each
+    takes the GPU of its local rank. Raises UserError if there are too few, and Unreachable when one of them dies."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Mesh(device, ep, tp=tp)
         return
     if device.type == "cuda":
         local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= here:
-            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes on a machine with {here} GPUs; start as many as "
-                            "GPUs, or use --device=cpu")
+            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes on a machine with {here} GPUs; start as many "
+                            "as GPUs, or use --device=cpu")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
@@ -170,7 +170,7 @@ def joined(device, ep=1, tp=1):
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         if dist.get_backend() == "gloo":
-            dist.destroy_process_group()                                     # so that others, who wait for this one, notice
+            dist.destroy_process_group()                                     # so that who waits for this one notices
         store.set(f"here {rank}", "")                                        # who is still there says so
         time.sleep(3)
         gone = [r for r in range(world) if not store.check([f"here {r}"])]
@@ -236,7 +236,7 @@ def all_gather(out, x, group, wait=True):
 
 
 def reduce_scatter(out, x, group, wait=True):
-    """out (n, ...) becomes this rank's part of the sum of x (N n, ...) over the group; it may be that part of x itself."""
+    """out (n, ...) becomes this rank's part of the sum of x (N n, ...) over the group; it may be that part of x."""
     if group.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
@@ -271,12 +271,22 @@ def finish(work, wait):
 
 # Those with a gradient. The operators below them are opaque to torch.compile: a block stays one graph.
 
-reduced = operator("all_reduced(Tensor x, str group) -> Tensor",
-                   lambda x, group: (y := x.clone(memory_format=torch.contiguous_format), all_reduce(y, GROUPS[group]))[0],
-                   lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-exchanged = operator("exchanged(Tensor x, str group) -> Tensor",
-                     lambda x, group: all_to_all(x.clone(memory_format=torch.contiguous_format), GROUPS[group]),
-                     lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+def sum_of(x, group):
+    y = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(y, GROUPS[group])
+    return y
+
+
+def exchange(x, group):
+    return all_to_all(x.clone(memory_format=torch.contiguous_format), GROUPS[group])
+
+
+def packed(x, group):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+reduced = operator("all_reduced(Tensor x, str group) -> Tensor", sum_of, packed)
+exchanged = operator("exchanged(Tensor x, str group) -> Tensor", exchange, packed)
 
 
 class CopyTo(torch.autograd.Function):
@@ -341,7 +351,7 @@ def all_reduce_gradients(model, group):
 # with heads for columns. Everything between the two halves, the layer norms and the residual stream, is computed by
 # every rank alike.
 #
-#     x --f--> x A_i --gelu--> . B_i --g--> y          forward: f nothing, g all-reduce; backward: f all-reduce, g nothing
+#     x --f--> x A_i --gelu--> . B_i --g--> y        forward: f nothing, g all-reduce; backward: f all-reduce, g nothing
 #
 # The embedding is cut by its rows, the vocabulary, and so are the logits: no rank ever has all columns of them.
 
@@ -424,7 +434,7 @@ class VocabEmbedding(Replacement):
 class VocabCrossEntropy(torch.autograd.Function):
     """flash.LinearCrossEntropy with the vocabulary's rows w (V/tp, C) cut over the ranks: the softmax of parts, merged.
 
-    forward: x (N, C), the same on all ranks -> summed loss, the same on all / backward: gradients of x and of w's rows."""
+    forward: x (N, C), the same on all ranks -> summed loss, the same on all / backward: gradients of x and w's rows."""
 
     chunk_bytes = 2 ** 28      # of local logits in float32
 
@@ -434,7 +444,8 @@ class VocabCrossEntropy(torch.autograd.Function):
         first = group.rank * w.size(0)                                       # the id of w's first row
         padding = torch.arange(first, first + w.size(0), device=w.device) >= vocab_size      # (V/tp,)
         rows = max(1, VocabCrossEntropy.chunk_bytes // (w.size(0) * wide.itemsize))
-        loss, dx, dw = torch.zeros((), dtype=wide, device=x.device), torch.empty_like(x), torch.zeros_like(w, dtype=wide)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=wide)
         for i in range(0, x.size(0), rows):
             chunk, target = x[i:i + rows], targets[i:i + rows]               # (n, C), (n,)
             z = (chunk @ w.t()).to(wide).masked_fill(padding, -math.inf)     # (n, V/tp)
@@ -442,7 +453,8 @@ class VocabCrossEntropy(torch.autograd.Function):
             all_reduce(m, group, "max")
             mine = (target >= first) & (target < first + w.size(0))          # (n,): whose target is a row of ours
             row = (target - first).clamp(0, w.size(0) - 1)[:, None]          # (n, 1)
-            sums = torch.stack([(z - m[:, None]).exp().sum(1), torch.where(mine, z.gather(1, row)[:, 0], 0.0)])      # (2, n)
+            at_target = torch.where(mine, z.gather(1, row)[:, 0], 0.0)       # (n,)
+            sums = torch.stack([(z - m[:, None]).exp().sum(1), at_target])   # (2, n)
             all_reduce(sums, group)
             lse = m + sums[0].log()
             loss += ((lse - sums[1]) * (target >= 0)).sum()
@@ -480,7 +492,7 @@ class ShardedAttention(nn.Module):
             state = torch.cuda.get_rng_state(qkv.device) if cuda else torch.get_rng_state()
             torch.manual_seed(derive(self.group.rank, state.numpy().tobytes()))
             y = self.attend(qkv, dropout)
-        torch.rand(1, device=qkv.device)                                     # the common stream moves on, on all ranks alike
+        torch.rand(1, device=qkv.device)                                     # the common stream moves on alike
         return y
 
 
@@ -513,35 +525,6 @@ class TensorParallelExperts(Replacement):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# 6. Expert parallelism
-#
-# Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
-# back: two all-to-alls forward, two backward. The shapes are fixed by the capacity, however the router chooses: a rank
-# without a token to give sends empty slots, and nobody waits for a message that doesn't come.
-
-class ExpertParallel(nn.Module):
-    """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
-
-    def __init__(self, experts, group):
-        super().__init__()
-        self.experts, self.group = experts, group
-
-    def forward(self, x):
-        (G, E, n, C), ep = x.shape, self.group.size
-        x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
-        x = Exchange.apply(x.contiguous(), self.group).view(ep * G, E // ep, n, C)               # piece j from rank j
-        y = self.experts(x).reshape(ep, G, E // ep, n, C)
-        y = Exchange.apply(y.contiguous(), self.group)                             # home again
-        return y.transpose(0, 1).reshape(G, E, n, C)
-
-
-def expert_parallel(model, group):
-    """A plain (or tensor-parallel) MoE GPT -> the same with its experts cut over the expert ranks."""
-    for block in model.blocks.values():
-        block.mlp.experts = ExpertParallel(block.mlp.experts, group)
-
-
-# --------------------------------------------------------------------------------------------------------------
 # 4. The optimizer: ZeRO, mixed precision, and data parallelism once more
 #
 # Training holds, for each parameter, a weight and a gradient in the model's dtype, and in float32 a master weight and
@@ -554,7 +537,7 @@ def expert_parallel(model, group):
 #     3       2 / N     2 / N       12 / N               16 / N                3    gathered again for backward
 #
 # A unit is a block, its experts, or all that isn't a block. Its parameters lie in one flat vector, matrices first, so
-# that weight decay is for a prefix; the vector is padded to N equal shards. What the unit computes with is the OUTPUT of
+# that weight decay is for a prefix; the vector is padded to N equal shards. What the unit computes with is the output of
 #
 #     Use     forward: shard --gather--> weights / backward: their gradients --reduce--> the shard's gradient
 #
@@ -563,9 +546,9 @@ def expert_parallel(model, group):
 # gradients are summed in float32, before they are sent (stages 0, 1) or after (2, 3).
 
 def adamw(master, weights, grad, m, v, clip, lr, decay, beta1, beta2, correction1, correction2):
-    """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m and
-    v are the running means of g and g^2; both start at 0, and the corrections 1 - beta^t take that bias out. Compiled,
-    this is one kernel that reads and writes each number once: on a GPU it's memory that an optimizer waits for."""
+    """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m
+    and v are the running means of g and g^2; both start at 0, and the corrections 1 - beta^t take that bias out.
+    Compiled, this is one kernel that reads and writes each number once: memory is what an optimizer waits for."""
     g = grad.to(m.dtype) * clip
     m.lerp_(g, 1 - beta1)                                                    # beta1 m + (1 - beta1) g
     v.lerp_(g * g, 1 - beta2)
@@ -664,7 +647,7 @@ class Unit:
         self.release()
 
     def pack(self, x):
-        """What autograd wants to keep for backward, if it's a gathered weight: not that, but where it lay. Else None."""
+        """What autograd keeps for backward in place of x, if that's a gathered weight: where it lay. Else None."""
         if self.full is None or x.untyped_storage().data_ptr() != self.full.untyped_storage().data_ptr():
             return None
         if x.dim() < 2:      # a norm's weight: too small to gather for
@@ -761,8 +744,8 @@ class Pending:
 
 @contextmanager
 def in_use(units):
-    """Within, modules compute with the weights of these units. What stage 3 gathers is let go of at the end, and autograd
-    keeps no hold of it: backward gathers it again."""
+    """Within, modules compute with the weights of these units. What stage 3 gathers is let go of at the end, and
+    autograd keeps no hold of it: backward gathers it again."""
     def pack(x):
         return next((kept for kept in (unit.pack(x) for unit in units) if kept is not None), x)
 
@@ -800,9 +783,9 @@ class Shell(nn.Module):
 class Parallel:
     """A GPT on a mesh, with the optimizer that trains it. The numbers are those of one process on any mesh.
 
-    config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of all
-    ranks), micro_batch (sequences that a rank runs at once), beta1, beta2, weight_decay, grad_clip, attention, compile and
-    seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
+    config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of
+    all ranks), micro_batch (sequences that a rank runs at once), beta1, beta2, weight_decay, grad_clip, attention,
+    compile and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
 
     float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
     divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double it."""
@@ -849,7 +832,8 @@ class Parallel:
         for i, block in self.model.blocks.items():
             names = [name for name in inner if name.startswith(f"blocks.{i}.")]
             experts = [name for name in names if ".experts." in name]
-            units = unit([n for n in names if n not in experts], self.mesh.data) + (unit(experts, self.mesh.dp) if experts else [])
+            units = unit([name for name in names if name not in experts], self.mesh.data)
+            units += unit(experts, self.mesh.dp) if experts else []
             for u in units:
                 u.before = before
             if last:
@@ -893,10 +877,11 @@ class Parallel:
             copies = unit.group.size if unit.stage == 0 else 1
 
             def weight_of(name):
-                return 1 / (copies * (1 if any(cut.axis == "tp" for cut in cuts_of(name, self.mesh)) else self.mesh.tp.size))
+                cut = any(cut.axis == "tp" for cut in cuts_of(name, self.mesh))
+                return 1 / (copies * (1 if cut else self.mesh.tp.size))
             squares += [torch.linalg.vector_norm(unit.shard_grad[a:b], dtype=unit.wide) ** 2 * w
                         for a, b, w in unit.segments(weight_of)]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=self.units[0].wide, device=self.mesh.device)
+        total = torch.stack([*squares, torch.zeros((), dtype=self.outer[0].wide, device=self.mesh.device)]).sum()
         all_reduce(total, self.mesh.world)
         return total.sqrt() / self.scale
 
@@ -955,7 +940,7 @@ class Parallel:
 
     @torch.no_grad()
     def whole(self, kind):
-        """{name: tensor of full shape on the CPU} of master, exp_avg or exp_avg_sq; {} but on rank 0. All ranks call it."""
+        """{name: tensor of full shape on the CPU} of master, exp_avg or exp_avg_sq; {} but on rank 0. All call it."""
         found = {}
         for unit in self.units:
             flat = getattr(unit, kind)
@@ -984,10 +969,8 @@ class Parallel:
         self.fill("master", state["model"].get)
         for kind, named in state["moments"].items():
             self.fill(kind, named.get)
-        finite = torch.tensor([float(all(getattr(u, kind).isfinite().all() for u in self.units for kind in state["moments"]))],
-                              device=self.mesh.device)
-        all_reduce(finite, self.mesh.world)
-        if finite < self.mesh.world.size:
+        flats = [getattr(unit, kind) for unit in self.units for kind in state["moments"]]
+        if self.mesh.any(not all(flat.isfinite().all() for flat in flats)):
             raise UserError("the checkpoint holds moments that are not numbers")
         self.updates = state["updates"]
         if self.scaled and state["scaler"]:
@@ -1000,6 +983,35 @@ class Parallel:
             for x in (unit.full if unit.stage < 3 else unit.own, unit.grad, unit.master, unit.exp_avg, unit.exp_avg_sq):
                 kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(kept.values())
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 6. Expert parallelism
+#
+# Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
+# back: two all-to-alls forward, two backward. The shapes are fixed by the capacity, however the router chooses: a rank
+# without a token to give sends empty slots, and nobody waits for a message that doesn't come.
+
+class ExpertParallel(nn.Module):
+    """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
+
+    def __init__(self, experts, group):
+        super().__init__()
+        self.experts, self.group = experts, group
+
+    def forward(self, x):
+        (G, E, n, C), ep = x.shape, self.group.size
+        x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
+        x = Exchange.apply(x.contiguous(), self.group).view(ep * G, E // ep, n, C)               # piece j from rank j
+        y = self.experts(x).reshape(ep, G, E // ep, n, C)
+        y = Exchange.apply(y.contiguous(), self.group)                             # home again
+        return y.transpose(0, 1).reshape(G, E, n, C)
+
+
+def expert_parallel(model, group):
+    """A plain (or tensor-parallel) MoE GPT -> the same with its experts cut over the expert ranks."""
+    for block in model.blocks.values():
+        block.mlp.experts = ExpertParallel(block.mlp.experts, group)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1027,7 +1039,7 @@ def predicted_bytes(engine, T):
             ring("all_gather", unit.padded, size, unit.group, gathers)
             ring("reduce_scatter", unit.padded, *((unit.grad.element_size(), unit.group) if args.zero == 1 else
                                                   (size, unit.group, parts)))
-    if tp > 1:      # two f and two g a block; the embedding; and of the loss the gradient of x, and three numbers a token
+    if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token
         ring("all_reduce", B * T * C * config.n_layer * 4, size, mesh.tp, 2)
         ring("all_reduce", B * T * C * 2, size, mesh.tp, 2)
         ring("all_reduce", B * T * 3, wide, mesh.tp, 2)
@@ -1085,8 +1097,8 @@ def show(config, mode, device, steps=4, T=64):
     (engine, losses, sent, seconds), (_, want, _, _) = runs
     half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16}))
     table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
-    return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params, half.state_bytes() / engine.num_params,
-            max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
+    return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params,
+            half.state_bytes() / engine.num_params, max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
 
 
 def chapter():
@@ -1103,7 +1115,8 @@ def chapter():
             config = GPTConfig(vocab_size=65, block_size=64, n_layer=4, n_head=2 * N, n_embd=24 * N, **experts)
             a, b, c, d, difference, seconds = show(config, mode, device)
             if mesh.world.rank == 0:
-                print(f"{name:20}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}", flush=True)
+                print(f"{name:20}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}",
+                      flush=True)
 
 
 if __name__ == "__main__":

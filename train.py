@@ -108,8 +108,8 @@ def options():
     g.add_argument("--n_expert", type=int, default=0, help="experts a block, in place of its MLP (default: 0, none)")
     g.add_argument("--top_k", type=int, default=1, help="experts that a token goes to: 1 as in Switch, 2 as in GShard "
                    "(default: 1)")
-    g.add_argument("--capacity_factor", type=float, default=1.25, help="room of an expert, as a multiple of the tokens it "
-                   "gets if all get the same; what finds no room skips the layer (default: 1.25)")
+    g.add_argument("--capacity_factor", type=float, default=1.25, help="room of an expert, as a multiple of the tokens "
+                   "it gets if all get the same; what finds no room skips the layer (default: 1.25)")
     g.add_argument("--aux_weight", type=float, default=0.01, help="weight of the loss that balances experts "
                    "(default: 0.01)")
 
@@ -137,11 +137,11 @@ def options():
 
     g = p.add_argument_group("many devices: the processes that torchrun started are laid out as dp x ep x tp")
     g.add_argument("--dp", type=int, help="data parallel: parts of the batch (default: what the others leave)")
-    g.add_argument("--ep", type=int, default=1, help="expert parallel: groups of experts, n_expert / ep each; the batch is "
-                   "split over these too (default: 1)")
+    g.add_argument("--ep", type=int, default=1, help="expert parallel: groups of experts, n_expert / ep each; the "
+                   "batch is split over these too (default: 1)")
     g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
-    g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out instead "
-                   "of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0, nothing)")
+    g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out "
+                   "instead of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0, nothing)")
 
     g = p.add_argument_group("the machine")
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
@@ -195,8 +195,8 @@ def parse(argv=None):
     if args.micro_batch is None:
         args.micro_batch = max(n for n in range(1, min(PRESETS[preset]["micro_batch"], part) + 1) if part % n == 0)
     if part % args.micro_batch:
-        raise UserError(f"batch_size={args.batch_size} over {data_ranks(args)} data ranks is {part} each, not a multiple "
-                        f"of micro_batch={args.micro_batch}")
+        raise UserError(f"batch_size={args.batch_size} over {data_ranks(args)} data ranks is {part} each, not a "
+                        f"multiple of micro_batch={args.micro_batch}")
     args.device = pick_device(args.device)
     args.dtype = pick_dtype(args.dtype, args.device)
     if args.compile is None:      # on CUDA torch.compile needs Triton
@@ -496,8 +496,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def restore(self):
-        """Signals mean again what they meant before. Not so among several processes: torchrun's must not keep one of them
-        from saying why it ends."""
+        """Signals mean again what they meant before. Not so among several processes: torchrun's must not keep one of
+        them from saying why it ends."""
         if not self.several:
             for number, handler in self.old.items():
                 signal.signal(number, handler)
@@ -529,8 +529,8 @@ class Progress:
         return event
 
     def push(self, record, loss, norm, stop):
-        """record: step, lr. loss (this rank's part) and norm: scalars on the device. stop: whether this process was asked
-        to. Adds up the parts over all ranks, and writes the record before."""
+        """record: step, lr. loss (this rank's part) and norm: scalars on the device. stop: whether this process was
+        asked to. Adds up the parts over all ranks, and writes the record before."""
         numbers = torch.stack([loss / self.engine.copies, torch.full_like(loss, float(stop))])
         if self.engine.counts is not None:
             numbers = torch.cat([numbers, self.engine.counts.flatten() / self.engine.copies])
@@ -625,8 +625,8 @@ def config_from(args, data):
 
 
 def build(args, config, mesh, start):
-    """-> the engine that trains. `start`: a checkpoint's dictionary, to go on from with --resume, else to take the weights
-    from; None: from the seed."""
+    """-> the engine that trains. `start`: a checkpoint's dictionary, to go on from with --resume, else to take the
+    weights from; None: from the seed."""
     engine = Parallel(config, mesh, args, start)
     if start and args.resume:
         engine.load(start)
@@ -880,7 +880,8 @@ def main(argv=None):
     except UserError as error:
         message, code = error, 2
     except torch.OutOfMemoryError:
-        message, code, alone = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less", 2, True
+        message = "the GPU's memory is full; a smaller --micro_batch gives the same numbers in less"
+        code, alone = 2, True
     except (Diverged, WriteError) as error:
         message = error
     except OSError as error:
