@@ -4,14 +4,16 @@ What it teaches: a training step can be cut along its batch, along its matrices,
 holds twice can be cut too. Each cut is a few lines once two things are there: a mesh, which says who works with whom,
 and a handful of collectives, through which everything goes and which count their bytes.
 
-    0  mesh and collectives     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
-    1  data                     6  expert
-    2  tensor
+    0  mesh and collectives     3  pipeline: schedules, their simulator and planners; no executor yet
+    1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
+    2  tensor                   6  expert
 
 Papers: ring all-reduce (Patarasu & Yuan 2009); Megatron-LM (Shoeybi et al. 2019, 1909.08053); ZeRO (Rajbhandari et al.
-2020, 1910.02054); mixed precision (Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101);
+2020, 1910.02054); GPipe (Huang et al. 2019, 1811.06965); PipeDream (Narayanan et al. 2019, SOSP); Megatron-LM's
+interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 2021, 2102.07988); mixed precision (Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101);
 GShard (Lepikhin et al. 2020, 2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
 
+    python parallel.py                                                  the pipeline's schedules, drawn
     torchrun --nproc_per_node=4 parallel.py                             each mode, predicted beside measured
     torchrun --nproc_per_node=4 train.py --preset=cpu --tp=2 --zero=3   and in use
 
@@ -25,11 +27,12 @@ import math
 import os
 import re
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -522,6 +525,238 @@ class TensorParallelExperts(Replacement):
         y = ReduceFrom.apply(torch.bmm(h, self.proj_weight), self.group)           # (E, G n, 4C/tp) @ (E, 4C/tp, C)
         y = y if self.proj_bias is None else y + self.proj_bias[:, None]
         return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 3. Pipeline parallelism: a schedule is a list
+#
+# The model is cut into pieces by layers, and piece i lives on rank i % P. A micro-batch passes all pieces forward, then
+# all of them backward. What a rank does is a list of actions (op, micro-batch, piece, slice): F waits for the F of the
+# piece before, B for the B of the piece after. All schedules are one weave: some forwards first (the warm-up), then
+# backwards and forwards in turn, then the backwards that are left.
+#
+#     GPipe, P = 2, M = 3                         1F1B
+#     rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2       rank 0  F0 F1 .  B0 F2 .  B1 .  .  B2
+#     rank 1  .  F0 F1 F2 B0 B1 B2                rank 1  .  F0 B0 F1 B1 F2 B2
+#
+# The bubble, what ranks spend waiting, is (P - 1) / (M + P - 1) for both. GPipe holds the activations of all M
+# micro-batches, 1F1B of no more than P - s on rank s: a backward lets go of one before the next forward makes one.
+
+class Action(NamedTuple):
+    """One entry of a schedule. op: F forward, B backward, or step (PipeDream's update, after the B before it)."""
+
+    op: str
+    batch: int = 0
+    piece: int = 0
+    slice: int = 0
+
+    def __str__(self):
+        return f"{self.op}{self.batch}" + (f".{self.slice}" if self.slice else "")
+
+
+def weave(forwards, backwards, warm):
+    """`warm` forwards, then forward and backward in turn, then the backwards that are left."""
+    pairs = zip(forwards[warm:], backwards)
+    return forwards[:warm] + [action for pair in pairs for action in pair] + backwards[len(forwards) - warm:]
+
+
+def both(s, M):
+    """The forwards and the backwards of M micro-batches on a rank with one piece."""
+    return [Action("F", m, s) for m in range(M)], [Action("B", m, s) for m in range(M)]
+
+
+def naive(s, P, M):
+    """One micro-batch after the other, each alone in the pipeline."""
+    return weave(*both(s, M), 0)
+
+
+def gpipe(s, P, M):
+    """All forward, then all backward. Huang et al. 2019, 1811.06965."""
+    return weave(*both(s, M), M)
+
+
+def one_f_one_b(s, P, M):
+    """1F1B with a flush, PipeDream-flush. Narayanan et al. 2021, 2006.09503."""
+    return weave(*both(s, M), min(M, P - 1 - s))
+
+
+def interleaved(s, P, M, v):
+    """v pieces a rank: a pass is v times shorter, and so is the bubble, for v times the messages. Narayanan et al. 2021,
+    2104.04473. There M is a multiple of P; here groups of nearly equal size, at least P unless M is less, do."""
+    groups = [list(group) for group in np.array_split(range(M), max(1, M // P))]
+    forwards = [Action("F", int(m), i * P + s) for group in groups for i in range(v) for m in group]
+    backwards = [Action("B", int(m), i * P + s) for group in groups for i in reversed(range(v)) for m in group]
+    return weave(forwards, backwards, min(M * v, 2 * (P - 1 - s) + (v - 1) * len(groups[0])))
+
+
+def pipedream(s, P, M):
+    """1F1B that never flushes: an update after every backward. Narayanan et al. 2019 (SOSP)."""
+    return [x for action in one_f_one_b(s, P, M)
+            for x in ((action, Action("step", action.batch, s)) if action.op == "B" else (action,))]
+
+
+def terapipe(s, P, M, slices):
+    """GPipe over the token slices of each sequence; backward takes them in reverse, since earlier slices' keys and values
+    get gradients from later ones. Li et al. 2021, 2102.07988."""
+    forwards = [Action("F", m, s, i) for m in range(M) for i in range(slices)]
+    backwards = [Action("B", m, s, i) for m in range(M) for i in reversed(range(slices))]
+    return weave(forwards, backwards, M * slices)
+
+
+def channels(schedules):
+    """What every sender sends and every receiver expects, in their own order, from the lists alone:
+    {(direction, sender, receiver): ([sent], [expected])}. Equal orders are what first-in-first-out channels need."""
+    P, found = len(schedules), defaultdict(lambda: ([], []))
+    last = max(action.piece for actions in schedules for action in actions)
+    for rank, actions in enumerate(schedules):
+        for op, batch, piece, part in actions:
+            step = {"F": 1, "B": -1, "step": 0}[op]
+            if step and 0 <= piece + step <= last:
+                found[op, rank, (piece + step) % P][0].append((batch, piece + step, part))
+            if step and 0 <= piece - step <= last:
+                found[op, (piece - step) % P, rank][1].append((batch, piece, part))
+    return dict(found)
+
+
+def simulate(schedules, cost=lambda action: {"F": 1.0, "B": 2.0, "step": 0.0}[action.op], send=0.0):
+    """Replays lists of actions without a process. cost(action) and send: times, in any unit.
+
+    -> Timeline. Raises ValueError if the lists wait for each other for ever."""
+    P, last = len(schedules), max(action.piece for actions in schedules for action in actions)
+    done, clock, at, rows = {}, [0.0] * P, [0] * P, [[] for _ in range(P)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedules):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                before = needs(action, last)
+                if before is not None and before not in done:
+                    break
+                arrival = done[before] + (send if before.piece % P != rank else 0.0) if before else 0.0
+                start = max(clock[rank], arrival)
+                clock[rank] = done[action] = start + cost(action)
+                rows[rank].append((start, clock[rank], action))
+                at[rank], moved = at[rank] + 1, True
+    stuck = [f"rank {rank} at {actions[at[rank]]}" for rank, actions in enumerate(schedules) if at[rank] < len(actions)]
+    if stuck:
+        raise ValueError(f"this schedule never ends: {', '.join(stuck)}")
+    return Timeline(rows)
+
+
+def needs(action, last):
+    """The action, maybe of another rank, that has to come before this one; None if there is none."""
+    op, batch, piece, part = action
+    if op == "F":
+        return Action("F", batch, piece - 1, part) if piece else None
+    if op == "step":
+        return Action("B", batch, piece, part)
+    return Action("B", batch, piece + 1, part) if piece < last else Action("F", batch, piece, part)
+
+
+class Timeline:
+    """rows[rank]: [(start, end, action)] in order."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.span = max(row[-1][1] for row in rows)
+
+    @property
+    def bubble(self):
+        """The share of all ranks' time that is spent waiting."""
+        return 1 - sum(end - start for row in self.rows for start, end, _ in row) / (len(self.rows) * self.span)
+
+    def live(self, rank):
+        """The most micro-batches (or slices of them, or pieces) whose activations the rank holds at once."""
+        held = np.cumsum([{"F": 1, "B": -1, "step": 0}[action.op] for _, _, action in self.rows[rank]])
+        return int(held.max())
+
+    def versions(self, rank):
+        """The most versions of its weights that the rank holds at once: one for each distinct version with which a
+        micro-batch whose backward is still due was seen, and the newest."""
+        version, used, most = 0, {}, 1
+        for _, _, (op, batch, piece, part) in self.rows[rank]:
+            if op == "F":
+                used[batch, piece, part] = version
+            elif op == "B":
+                most = max(most, len({*used.values(), version}))
+                del used[batch, piece, part]
+            else:
+                version += 1
+            most = max(most, len({*used.values(), version}))
+        return most
+
+    def draw(self, width=100):
+        """A row of text for each rank: every action at its place, as wide as it takes."""
+        unit = min(end - start for row in self.rows for start, end, _ in row if end > start)
+        unit = max(unit, self.span * 3 / width)
+        lines = []
+        for rank, row in enumerate(self.rows):
+            line = ""
+            for start, end, action in row:
+                if end > start:
+                    cell = round((end - start) / unit) * 3
+                    line = line.ljust(round(start / unit) * 3) + str(action)[:max(2, cell - 1)].ljust(cell)
+            lines.append(f"rank {rank}  {line}")
+        return "\n".join(lines)
+
+
+# Where to cut. Both planners minimise what the slowest part costs, over all ways to cut, by dynamic programming.
+
+def partition(times, P, weights=None, activations=None, bandwidth=math.inf, replicate=False):
+    """Layers to stages: PipeDream's dynamic program (Narayanan et al. 2019, section 3.1).
+
+    times (L,): seconds of each layer, forward and backward; weights (L,): bytes of parameters; activations (L,): bytes
+    that layer l sends to the next; bandwidth in bytes a second. -> [(first, end, ranks)], the seconds a micro-batch
+    takes in the slowest stage or transfer. P stages of one rank each; with replicate, P ranks in all, of which several
+    may serve one stage: then micro-batches are divided among them, and their gradients summed. ValueError if L < P."""
+    L, zero = len(times), np.zeros(len(times))
+    weights, activations = (zero if x is None else x for x in (weights, activations))
+    if L < P and not replicate:
+        raise ValueError(f"{L} layers can't make {P} stages")
+    t, w = (np.concatenate([[0], np.cumsum(x)]) for x in (times, weights))
+
+    def stage(i, j, m):
+        return max(t[j] - t[i], 2 * (m - 1) * (w[j] - w[i]) / bandwidth) / m
+    # best[j, p]: layers 0 .. j - 1 on p ranks -> (slowest, where the last stage begins, its ranks)
+    best = {(0, 0): (0.0, 0, 0)}
+    for j in range(1, L + 1):
+        for p in range(1, P + 1):
+            ways = [(max(best[i, p - m][0], 2 * activations[i - 1] / bandwidth if i else 0.0, stage(i, j, m)), i, m)
+                    for i in range(j) for m in (range(1, p + 1) if replicate else (1,)) if (i, p - m) in best]
+            if ways:
+                best[j, p] = min(ways)
+    stages, j, p = [], L, P
+    while j:
+        _, i, m = best[j, p]
+        stages, j, p = [(i, j, m), *stages], i, p - m
+    return stages, best[L, P][0]
+
+
+def slice_tokens(cost, T, P, unit=1):
+    """A sequence to slices: TeraPipe's dynamic program (Li et al. 2021, section 3.3). Later slices attend to more keys and
+    cost more, so that good slices get shorter.
+
+    cost(n, before): seconds of n tokens after `before` earlier ones, on one stage. P stages. -> (lengths, multiples of
+    unit but for the last; the seconds of one pass, sum of the slices + (P - 1) times the slowest)."""
+    ends = [*range(0, T, unit), T]
+    table = {(i, j): cost(ends[j] - ends[i], ends[i]) for j in range(len(ends)) for i in range(j)}
+    best = (math.inf, [])
+    for slowest in sorted(set(table.values())):      # no slice may cost more than this
+        if (P - 1) * slowest >= best[0]:
+            break
+        total = {0: (0.0, None)}
+        for j in range(1, len(ends)):
+            ways = [(total[i][0] + table[i, j], i) for i in range(j) if i in total and table[i, j] <= slowest]
+            if ways:
+                total[j] = min(ways)
+        j = len(ends) - 1
+        if j in total and total[j][0] + (P - 1) * slowest < best[0]:
+            cuts = []
+            while j:
+                cuts, j = [(total[j][1], j), *cuts], total[j][1]
+            best = total[len(ends) - 1][0] + (P - 1) * max(table[cut] for cut in cuts), [ends[b] - ends[a] for a, b in cuts]
+    return best[1], best[0]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1101,11 +1336,29 @@ def show(config, mode, device, steps=4, T=64):
             half.state_bytes() / engine.num_params, max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
 
 
+def show_schedules(P=4, M=6):
+    """The schedules of P ranks as pictures, with what they cost: predicted, and as simulated."""
+    print(f"{P} ranks, {M} micro-batches; a backward takes twice a forward")
+    rows = [("naive", naive, (P - 1) / P), ("GPipe", gpipe, (P - 1) / (M + P - 1)),
+            ("1F1B", one_f_one_b, (P - 1) / (M + P - 1)),
+            ("interleaved, 2 pieces a rank", partial(interleaved, v=2), (P - 1) / (2 * M + P - 1)),
+            ("PipeDream", pipedream, (P - 1) / (M + P - 1)),
+            ("TeraPipe, 2 slices", partial(terapipe, slices=2), (P - 1) / (2 * M + P - 1))]
+    for name, schedule, bubble in rows:
+        line = simulate([schedule(s, P, M) for s in range(P)])
+        print(f"\n{name}: bubble predicted {bubble:.3f}, simulated {line.bubble:.3f}; most activations held, by rank: "
+              f"{[line.live(s) for s in range(P)]}; versions of the weights: {[line.versions(s) for s in range(P)]}")
+        print(line.draw())
+
+
 def chapter():
-    """Prints the table; every rank calls it."""
+    """Prints the tables; every rank calls it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with joined(device) as mesh:
         N, device = mesh.world.size, mesh.device
+        if N == 1:
+            show_schedules()
+            print()
         if mesh.world.rank == 0:
             print(f"{N} ranks on {device.type}; bytes that a rank sends a step, and of state a parameter in bfloat16\n"
                   f"{'mode':20}{'what is cut':29}{'sent: predicted':>16}{'measured':>12}{'state: predicted':>18}"

@@ -1,6 +1,7 @@
 """parallel.py: every mesh against one process, by real processes on gloo. The ranks of a world are started once and run
 all its cases; each case is a function here that returns what the tests then look at."""
 
+import itertools
 import json
 import math
 import os
@@ -13,10 +14,12 @@ import time
 import traceback
 import weakref
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":      # a rank
     sys.path.insert(0, str(Path(__file__).parent.parent))
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,8 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 import parallel
 from model import GPT, GPTConfig, MoE
-from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce_gradients, all_to_all,
-                      broadcast, reduce_scatter)
+from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce_gradients, all_to_all, broadcast, channels,
+                      gpipe, interleaved, naive, one_f_one_b, partition, pipedream, reduce_scatter, simulate, slice_tokens,
+                      terapipe)
 
 ROOT = Path(__file__).parent.parent
 ODD = dict(vocab_size=65, block_size=8, n_layer=2, n_embd=36)
@@ -482,6 +486,106 @@ def test_all_tokens_to_one_expert(world):
 def test_an_overflow_on_one_rank_is_skipped_by_all(world):
     for finite, unchanged, _ in of(world, "float16_overflow"):
         assert not finite and unchanged
+
+
+# ---- 3: schedules and planners, without processes ---------------------------------------------------------------
+
+def schedules(P, M, v):
+    """Every schedule of P ranks and M micro-batches, with v pieces a rank or slices a sequence where it has such."""
+    makers = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "pipedream": pipedream,
+              "interleaved": partial(interleaved, v=v), "terapipe": partial(terapipe, slices=v)}
+    return {name: [make(s, P, M) for s in range(P)] for name, make in makers.items()}
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 8])
+def test_no_schedule_waits_for_ever_and_channels_agree(P):
+    for M in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+        for v in (1, 2, 3):
+            for name, lists in schedules(P, M, v).items():
+                line = simulate(lists)
+                pieces = P * v if name == "interleaved" else P
+                slices = v if name == "terapipe" else 1
+                for op in "FB":      # every micro-batch passes every piece once
+                    done = sorted(a[1:] for actions in lists for a in actions if a.op == op)
+                    assert done == [(m, i, t) for m in range(M) for i in range(pieces) for t in range(slices)]
+                assert all(sent == expected for sent, expected in channels(lists).values()), (name, P, M, v)
+                assert line.bubble < 1 - 1 / P + 1e-9
+
+
+@pytest.mark.parametrize("P,M", [(1, 3), (2, 1), (3, 2), (4, 8), (4, 3), (5, 11)])
+def test_bubbles_activations_and_versions_are_those_of_the_papers(P, M):
+    lines = {name: simulate(lists) for name, lists in schedules(P, M, 2).items()}
+    for name in ("gpipe", "1f1b"):
+        assert abs(lines[name].bubble - (P - 1) / (M + P - 1)) < 1e-12
+    assert abs(lines["naive"].bubble - (P - 1) / P) < 1e-12
+    assert abs(lines["terapipe"].bubble - (P - 1) / (2 * M + P - 1)) < 1e-12
+    if M % P == 0:
+        assert abs(lines["interleaved"].bubble - (P - 1) / (2 * M + P - 1)) < 1e-12
+    for s in range(P):
+        assert lines["gpipe"].live(s) == M and lines["1f1b"].live(s) == min(M, P - s) and lines["naive"].live(s) == 1
+        assert lines["1f1b"].versions(s) == 1 and lines["pipedream"].versions(s) <= P - s
+        if M >= 2 * P:
+            assert lines["pipedream"].versions(s) == P - s
+
+
+def test_a_schedule_that_hangs_is_found():
+    lists = [gpipe(s, 2, 2) for s in range(2)]
+    lists[1] = lists[1][::-1]
+    with pytest.raises(ValueError, match="never ends: rank 0 at B0, rank 1 at B1"):
+        simulate(lists)
+    crossed = [gpipe(0, 2, 2), [gpipe(1, 2, 2)[i] for i in (1, 0, 2, 3)]]
+    assert any(sent != expected for sent, expected in channels(crossed).values())
+
+
+def test_a_picture():
+    page = simulate([one_f_one_b(s, 2, 2) for s in range(2)]).draw()
+    assert [line.rstrip() for line in page.splitlines()] == ["rank 0  F0 F1       B0       B1", "rank 1     F0 B0    F1 B1"]
+
+
+def compositions(n, k):
+    """All ways to cut 0 .. n into k pieces that aren't empty."""
+    return ([0, *cuts, n] for cuts in itertools.combinations(range(1, n), k - 1))
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_partition_is_the_best_of_all(replicate):
+    rng = np.random.default_rng()
+    for _ in range(200):
+        L, P = int(rng.integers(1, 7)), int(rng.integers(1, 5))
+        if L < P and not replicate:
+            with pytest.raises(ValueError, match=f"{L} layers"):
+                partition(rng.random(L), P)
+            continue
+        times, weights, sent, rate = rng.random(L), rng.random(L), rng.random(L), rng.choice([0.5, 5, math.inf])
+        best = math.inf
+        for k in range(1, min(L, P) + 1) if replicate else (P,):
+            for cuts in compositions(L, k):
+                for ranks in itertools.product(range(1, P + 1) if replicate else (1,), repeat=k):
+                    if sum(ranks) == P:
+                        stages = [max(times[i:j].sum(), 2 * (m - 1) * weights[i:j].sum() / rate) / m
+                                  for i, j, m in zip(cuts, cuts[1:], ranks)]
+                        best = min(best, max(stages + [2 * sent[i - 1] / rate for i in cuts[1:-1]]))
+        stages, slowest = partition(times, P, weights, sent, rate, replicate)
+        assert abs(slowest - best) < 1e-12 and sum(m for _, _, m in stages) == P
+        assert [i for i, _, _ in stages] == [0, *(j for _, j, _ in stages[:-1])] and stages[-1][1] == L
+
+
+def test_slices_are_the_best_of_all():
+    rng = np.random.default_rng()
+    for _ in range(200):
+        T, P, unit = int(rng.integers(1, 11)), int(rng.integers(1, 6)), int(rng.integers(1, 4))
+        a, b, c = rng.random(3)
+
+        def cost(n, before):
+            return a + b * n + c * n * (before + n / 2)
+        ends = [*range(0, T, unit), T]
+        best = math.inf
+        for k in range(1, len(ends)):
+            for cuts in compositions(len(ends) - 1, k):
+                costs = [cost(ends[j] - ends[i], ends[i]) for i, j in zip(cuts, cuts[1:])]
+                best = min(best, sum(costs) + (P - 1) * max(costs))
+        lengths, seconds = slice_tokens(cost, T, P, unit)
+        assert abs(seconds - best) < 1e-12 and sum(lengths) == T and all(n % unit == 0 for n in lengths[:-1])
 
 
 # ---- the program under torchrun ---------------------------------------------------------------------------------
