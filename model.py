@@ -248,9 +248,9 @@ class Experts(nn.Module):
         super().__init__()
         E, C = config.n_expert, config.n_embd
         self.fc_weight = nn.Parameter(torch.empty(E, C, 4 * C))
-        self.fc_bias = nn.Parameter(torch.empty(E, 4 * C)) if config.bias else None
+        self.register_parameter("fc_bias", nn.Parameter(torch.empty(E, 4 * C)) if config.bias else None)
         self.proj_weight = nn.Parameter(torch.empty(E, 4 * C, C))
-        self.proj_bias = nn.Parameter(torch.empty(E, C)) if config.bias else None
+        self.register_parameter("proj_bias", nn.Parameter(torch.empty(E, C)) if config.bias else None)
 
     def forward(self, x):
         G, _, n, C = x.shape

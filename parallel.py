@@ -26,6 +26,7 @@ import argparse
 import math
 import os
 import re
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
@@ -77,6 +78,7 @@ class Group:
 
 ALONE = Group((0,))
 GROUPS = {}                 # by name
+TIMEOUT = timedelta(minutes=10)      # to wait for another process before it counts as lost
 
 
 class Mesh:
@@ -116,28 +118,13 @@ class Mesh:
         broadcast(x, self.world)
         return int(x)
 
-    @contextmanager
-    def agreed(self, kind):
-        """An exception of this kind that one rank raises within is raised by all."""
-        error, found = None, [None]
-        try:
-            yield
-        except kind as problem:
-            error = found[0] = str(problem)
-        if self.world.size > 1:
-            found = [None] * self.world.size
-            dist.all_gather_object(found, error)
-        for message in found:
-            if message is not None:
-                raise kind(message)
-
 
 def new_group(rows):
     """The group of this rank among `rows`, which every rank gives alike."""
     mine = ALONE
     for ranks in rows:
         if len(ranks) > 1:
-            process_group = dist.new_group(ranks)                            # all ranks take part, in the same order
+            process_group = dist.new_group(ranks, timeout=TIMEOUT)           # all ranks take part, in the same order
             if dist.get_rank() in ranks:
                 mine = Group(tuple(ranks), process_group)
     GROUPS[mine.name] = mine
@@ -148,47 +135,131 @@ class Unreachable(Exception):
     """Another process is gone."""
 
 
+class Processes:
+    """The processes that torchrun started, or the one that nobody did: `size` of them, this one is `rank`. What they have
+    to agree on before there are groups, or when a group is broken, goes through torchrun's store."""
+
+    def __init__(self):
+        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.agreements = 0
+        if self.size > 1:
+            store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+            self.store = dist.PrefixStore(self.roll_call(store), store)
+            threading.Thread(target=self.beat, daemon=True).start()
+
+    def roll_call(self, store):
+        """A name that these processes share and no earlier ones had: torchrun's store outlives its restarts. Each says a
+        random word; the first repeats all words and its own until each has found itself among them."""
+        word, end = os.urandom(8).hex(), time.monotonic() + TIMEOUT.total_seconds()
+        store.set(f"word {self.rank}", word)
+        while time.monotonic() < end:
+            if self.rank == 0:
+                keys = [f"word {rank}" for rank in range(self.size)]
+                words = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+                store.set("roll", " ".join([word, *(w or "-" for w in words)]))
+                if store.check([f"{word} {rank}" for rank in range(1, self.size)]):
+                    return word
+            elif store.check(["roll"]):
+                name, *words = store.get("roll").decode().split()
+                if len(words) == self.size and words[self.rank] == word:
+                    store.set(f"{name} {self.rank}", "")
+                    return name
+            time.sleep(0.02)
+        raise Unreachable(f"{self.size} processes were announced and didn't all come")
+
+    def beat(self):
+        """Says once a second that this process lives, also while it waits for another."""
+        try:
+            while True:
+                self.store.add(f"beat {self.rank}", 1)
+                time.sleep(1)
+        except RuntimeError:      # the store is gone, and with it whoever would read this
+            pass
+
+    def gone(self):
+        """The ranks that don't live any more. A process that ends because of another says so first, and isn't meant."""
+        try:
+            self.store.set(f"leaves {self.rank}", "")
+            before = [self.store.add(f"beat {rank}", 0) for rank in range(self.size)]
+            time.sleep(3)
+            return [rank for rank in range(self.size) if self.store.add(f"beat {rank}", 0) == before[rank]
+                    and not self.store.check([f"leaves {rank}"])]
+        except RuntimeError:      # the process that kept the store
+            return [0]
+
+    def gather(self, text):
+        """Every process's text, on all of them."""
+        self.agreements += 1
+        keys = [f"says {self.agreements} {rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], text)
+        end = time.monotonic() + TIMEOUT.total_seconds()
+        while not self.store.check(keys):
+            if time.monotonic() > end:
+                raise Unreachable(f"the others didn't answer within {TIMEOUT}")
+            time.sleep(0.02)
+        return [self.store.get(key).decode() for key in keys]
+
+    @contextmanager
+    def agreed(self, *kinds):
+        """An exception of these kinds that one process raises within is raised by all."""
+        error = None
+        try:
+            yield
+        except kinds as problem:
+            error = problem
+        if self.size > 1:
+            for text in self.gather("" if error is None else f"{kinds.index(type(error))} {error}"):
+                if text:
+                    raise kinds[int(text.split()[0])](text.split(" ", 1)[1])
+        elif error:
+            raise error
+
+    def same(self, text, words):
+        """UserError, on all, unless all have the same text; `words` say of what."""
+        if self.size > 1:
+            texts = self.gather(text)
+            other = next((rank for rank in range(self.size) if texts[rank] != texts[0]), None)
+            if other is not None:
+                raise UserError(f"rank {other} has {words} than rank 0: {texts[other]}, not {texts[0]}")
+
+    def mesh(self, device, ep=1, tp=1):
+        """Makes the groups. On CUDA each process takes the GPU of its local rank; UserError if there are too few."""
+        if self.size == 1:
+            return Mesh(device, ep, tp=tp)
+        if device.type == "cuda":
+            local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local >= here:
+                raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes on a machine with {here} GPUs; start as "
+                                "many as GPUs, or use --device=cpu")
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=self.store, rank=self.rank,
+                                world_size=self.size, timeout=TIMEOUT)
+        return Mesh(device, ep, tp=tp)
+
+
 @contextmanager
-def joined(device, ep=1, tp=1):
-    """Within, the processes that torchrun started work together, if it started several: gives the Mesh. On CUDA each
-    takes the GPU of its local rank. Raises UserError if there are too few, and Unreachable when one of them dies."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        yield Mesh(device, ep, tp=tp)
-        return
-    if device.type == "cuda":
-        local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= here:
-            raise UserError(f"{os.environ['LOCAL_WORLD_SIZE']} processes on a machine with {here} GPUs; start as many "
-                            "as GPUs, or use --device=cpu")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-    # torchrun's store outlives its restarts: what the processes before said in it is not for these
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=timedelta(minutes=10))
+def joined():
+    """Within, the processes that torchrun started work together: gives Processes. Raises Unreachable when one dies."""
+    processes = Processes()
     try:
-        yield Mesh(device, ep, tp=tp)
+        yield processes
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if processes.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        if dist.get_backend() == "gloo":
-            dist.destroy_process_group()                                     # so that who waits for this one notices
-        store.set(f"here {rank}", "")                                        # who is still there says so
-        time.sleep(3)
-        gone = [r for r in range(world) if not store.check([f"here {r}"])]
+        gone = processes.gone()
         raise Unreachable(f"rank {', '.join(map(str, gone)) or '?'} is gone, so this one ends too") from None
-    dist.destroy_process_group()
-    GROUPS.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        GROUPS.clear()
 
 
-def check_layout(config, mesh):
-    """UserError if a model of this shape can't be cut for the mesh."""
-    tp, ep = mesh.tp.size, mesh.ep.size
+def check_layout(config, ep, tp, whose=""):
+    """UserError if a model of this shape can't be cut so. whose: words to begin with."""
     if config.n_head % tp:
-        raise UserError(f"n_head={config.n_head} can't be split over tp={tp}")
+        raise UserError(f"{whose}n_head={config.n_head} can't be split over tp={tp}")
     if config.n_expert % ep:
-        raise UserError(f"n_expert={config.n_expert} can't be split over ep={ep}")
+        raise UserError(f"{whose}n_expert={config.n_expert} can't be split over ep={ep}")
 
 
 # What each rank sends, in bytes, by kind: a ring of N passes (N - 1) / N of the data for each of gather, scatter and
@@ -1354,7 +1425,8 @@ def show_schedules(P=4, M=6):
 def chapter():
     """Prints the tables; every rank calls it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with joined(device) as mesh:
+    with joined() as processes:
+        mesh = processes.mesh(device)
         N, device = mesh.world.size, mesh.device
         if N == 1:
             show_schedules()

@@ -192,7 +192,7 @@ def parse(argv=None):
     args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for, not as resolved
     check(args)
     part = args.batch_size // data_ranks(args)
-    if args.micro_batch is None:
+    if args.micro_batch is None or (typed.micro_batch is None and part % args.micro_batch):
         args.micro_batch = max(n for n in range(1, min(PRESETS[preset]["micro_batch"], part) + 1) if part % n == 0)
     if part % args.micro_batch:
         raise UserError(f"batch_size={args.batch_size} over {data_ranks(args)} data ranks is {part} each, not a "
@@ -223,6 +223,8 @@ def check(args):
     if args.dp and args.dp * args.ep * args.tp != world:
         raise UserError(f"dp={args.dp} x ep={args.ep} x tp={args.tp} is {args.dp * args.ep * args.tp}, but there are "
                         f"{world} processes; start as many: torchrun --nproc_per_node={args.dp * args.ep * args.tp}")
+    if args.ep > 1 and not args.n_expert:
+        raise UserError(f"ep={args.ep} splits experts, but n_expert=0")
     if world % (args.ep * args.tp):
         raise UserError(f"{world} processes can't be laid out with ep={args.ep} x tp={args.tp}"
                         + ("; torchrun starts several" if world == 1 else ""))
@@ -491,7 +493,7 @@ class Interrupt:
     def watch(self):
         number = os.read(self.pipe[0], 1)[0]
         time.sleep(self.GRACE)
-        print(f"train.py: rank {os.environ['RANK']} was told to stop and waited {self.GRACE} s for the others in vain",
+        print(f"train.py: rank {os.environ['RANK']} was told to stop and had not come to an end after {self.GRACE} s",
               file=sys.stderr, flush=True)
         os._exit(128 + number)
 
@@ -611,9 +613,8 @@ def evaluate(engine, data, args, stop):
             part = to_device(part, args.device)
             sums[0] += engine.loss(*part, total=1).to(sums)
             sums[1] += (part[1] >= 0).sum()
-        if stop.number and engine.mesh.world.size == 1:
-            sums[1] = 0
-            break
+            if engine.mesh.any(stop.number is not None):
+                return engine.model.train() and None
     engine.model.train()
     all_reduce(sums, engine.mesh.data)
     return float(sums[0] / sums[1]) if sums[1] else None
@@ -644,7 +645,7 @@ def check_health(engine, batch, step):
         raise Diverged(f"the loss is {float(loss)} and the gradient's norm {float(norm)} after step {step}")
 
 
-def fit(name, args, data, mesh, start, run_id, stop):
+def fit(name, args, data, mesh, start, run_id, stop, processes):
     """Trains one model, from `start` if there is one, and saves it as out/NAME.pt. Returns its Progress.
 
     After a signal it saves and returns early. Raises UserError, Diverged, and WriteError if the end can't be saved."""
@@ -665,8 +666,10 @@ def fit(name, args, data, mesh, start, run_id, stop):
         if value is not None and records:
             records[-1]["val_loss"] = value
     header = {"config": asdict(config), "options": args.options, "parameters": engine.num_params}
-    progress = Progress("target" if name == "ckpt" else name, args, Log(log_path, header, records, engine.main), step,
-                        dict(*records[-1:]), flops_per_token(config), engine)
+    with processes.agreed(WriteError):
+        log = Log(log_path, header, records, engine.main)
+    progress = Progress("target" if name == "ckpt" else name, args, log, step, dict(*records[-1:]),
+                        flops_per_token(config), engine)
 
     def store():
         nonlocal saved
@@ -693,7 +696,8 @@ def fit(name, args, data, mesh, start, run_id, stop):
                     try:
                         store()
                     except WriteError as error:      # there may be room again before the end
-                        progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
+                        if engine.main:
+                            progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
             if saved != step:
                 store()
     except Diverged as error:
@@ -757,10 +761,10 @@ def sample_text(path, tokenizer, args, stop, n=200):
     return tokenizer.decoder()(ids, final=True)
 
 
-def check_memory(args, config, mesh):
+def check_memory(args, config):
     """UserError if masters, gradient and moments, or one batch of ids, are more than the machine's memory."""
-    C, share = config.n_embd, mesh.tp.size * (mesh.data.size if args.zero else 1)
-    mlps = 8 * max(1, config.n_expert / mesh.ep.size)
+    C, share = config.n_embd, args.tp * (data_ranks(args) if args.zero else 1)
+    mlps = 8 * max(1, config.n_expert / args.ep)
     parameters = int(C * (config.padded_vocab + config.block_size + (4 + mlps) * config.n_layer * C) / share)
     need = 16 * parameters + 16 * args.batch_size * args.block_size
     if args.device.type == "cuda":
@@ -812,7 +816,7 @@ def load_draft(args, config, start):
     return draft if draft["run"] == start["run"] and draft["config"] == asdict(config) else None
 
 
-def prepare(args, data, mesh, start):
+def prepare(args, data, start):
     """The models to train, [(name, options, checkpoint)]. Raises UserError for whatever can be found wrong before."""
     if start and start["tokenizer"] != data.tokenizer.kind:
         raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
@@ -821,25 +825,33 @@ def prepare(args, data, mesh, start):
     if args.draft:
         draft = draft_options(args)
         jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
-    for _, options, _ in jobs:
+    for name, options, _ in jobs:
         config = config_from(options, data)
-        check_layout(config, mesh)
-        check_memory(options, config, mesh)
+        check_layout(config, args.ep if config.n_expert else 1, args.tp,
+                     "with --no-draft it would fit, but the draft model's " if name == "draft" else "")
+        check_memory(options, config)
     return jobs
 
 
 def run(argv):
     """Trains the target, then its draft. Returns the exit code."""
-    args, start = parse(argv)
-    with joined(args.device, args.ep, args.tp) as mesh, ExitStack() as held:
-        args.device, main = mesh.device, mesh.world.rank == 0
-        with mesh.agreed(UserError):      # the main process first: it may write the text that all read
+    with joined() as processes, ExitStack() as held:
+        main = processes.rank == 0
+        with processes.agreed(UserError):
+            args, start = parse(argv)
+        with processes.agreed(UserError, WriteError):      # the main process first: it may write the text that all read
             if main:
                 held.enter_context(own_folder(args.out))
             data = Data(args) if main else None
-        with mesh.agreed(UserError):
+        with processes.agreed(UserError):
             data = data or Data(args, main_process=False)
-            jobs = prepare(args, data, mesh, start)
+            jobs = prepare(args, data, start)
+        processes.same(f"{len(data.train)} and {len(data.val)} tokens", "other data")
+        steps = [ckpt and (ckpt["run"], ckpt["step"]) for _, _, ckpt in jobs]
+        processes.same(str(steps), "other checkpoints (run, step)")
+        with processes.agreed(UserError):
+            mesh = processes.mesh(args.device, args.ep, args.tp)
+        args.device = jobs[-1][1].device = mesh.device
         if main:
             announce(args, data, mesh, start)
         run_id = start["run"] if args.resume else mesh.common(time.time_ns())
@@ -849,7 +861,7 @@ def run(argv):
                 if not stopped:
                     if args.device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
-                    progress = fit(name, options, data, mesh, job_start, run_id, stop)
+                    progress = fit(name, options, data, mesh, job_start, run_id, stop, processes)
                     lines.append(summary(name, progress, options))
                     del progress      # and the memory of what was trained
                     stopped = mesh.any(stop.number is not None)
@@ -893,6 +905,7 @@ def main(argv=None):
     if rank == "0" or alone:      # what all ranks found is said once, what one found by that one
         print(f"train.py: {f'rank {rank}: ' if several and alone else ''}{message}", file=sys.stderr, flush=True)
     if several:
+        time.sleep(0 if rank == "0" or alone else 2)      # whoever leaves first has torchrun end the others: not so rank 0
         os._exit(code)      # to take leave of the others could mean to wait for them
     return code
 
