@@ -145,7 +145,8 @@ class Processes:
         if self.size > 1:
             store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
             self.store = dist.PrefixStore(self.roll_call(store), store)
-            threading.Thread(target=self.beat, daemon=True).start()
+            self.ended, self.heart = threading.Event(), threading.Thread(target=self.beat, daemon=True)
+            self.heart.start()
 
     def roll_call(self, store):
         """A name that these processes share and no earlier ones had: torchrun's store outlives its restarts. Each says a
@@ -170,9 +171,8 @@ class Processes:
     def beat(self):
         """Says once a second that this process lives, also while it waits for another."""
         try:
-            while True:
+            while not self.ended.wait(1):
                 self.store.add(f"beat {self.rank}", 1)
-                time.sleep(1)
         except RuntimeError:      # the store is gone, and with it whoever would read this
             pass
 
@@ -248,8 +248,11 @@ def joined():
         if processes.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         gone = processes.gone()
-        raise Unreachable(f"rank {', '.join(map(str, gone)) or '?'} is gone, so this one ends too") from None
-    if dist.is_initialized():
+        who = f"ranks {', '.join(map(str, gone))} are" if len(gone) > 1 else f"rank {gone[0] if gone else '?'} is"
+        raise Unreachable(f"{who} gone, so this one ends too") from None
+    if processes.size > 1:
+        processes.ended.set()
+        processes.heart.join()      # a thread that is in the store when Python ends would abort the process
         dist.destroy_process_group()
         GROUPS.clear()
 

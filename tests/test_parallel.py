@@ -40,7 +40,7 @@ MODES = {2: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=2), dict(
              dict(ep=2, zero=3)],
          3: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=3)],
          4: [dict(tp=2), dict(tp=2, zero=1), dict(tp=2, zero=2), dict(tp=2, zero=3), dict(ep=2, zero=2),
-             dict(ep=2, tp=2, top_k=2), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2)]}
+             dict(ep=2, tp=2, top_k=2, bias=False), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2)]}
 MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
 
@@ -48,7 +48,7 @@ MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
 def shape(mode, world):
     """The model that a mode is tried on: with experts, of which tokens are dropped, if it's about them."""
-    config = dict(ODD, n_head=3 if world == 3 else 4)
+    config = dict(ODD, n_head=3 if world == 3 else 4, bias=mode.get("bias", True))
     return GPTConfig(**config, **(dict(MOE, top_k=mode.get("top_k", 1)) if "ep" in mode else {}))
 
 
@@ -697,9 +697,13 @@ def test_what_does_not_fit_is_said_once_by_all(text, tmp_path, monkeypatch):
     process = torchrun(3, tmp_path, f"--data={text}", "--batch_size=6", "--tp=3")      # found by each
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and err.count("n_head=4 can't be split over tp=3") == 1
+    process = torchrun(3, tmp_path, f"--data={text}", "--batch_size=7")          # before anything else
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and err.count("batch_size=7 can't be split over 3 data ranks") == 1
     import train
     monkeypatch.setenv("WORLD_SIZE", "4")
     for options, words in ((["--tp=3"], "4 processes can't be laid out with ep=1 x tp=3"), (["--batch_size=6"], "6 can't be split"),
-                           (["--dp=2"], "nproc_per_node=2"), (["--micro_batch=3"], "micro_batch=3"), (["--ep=0"], "ep=0")):
+                           (["--dp=2"], "nproc_per_node=2"), (["--micro_batch=3"], "micro_batch=3"), (["--ep=0"], "ep=0"),
+                           (["--ep=2"], "n_expert=0")):
         with pytest.raises(train.UserError, match=re.escape(words)):
             train.parse([*TINY, f"--data={text}", *options])
