@@ -10,8 +10,9 @@ and a handful of collectives, through which everything goes and which count thei
 
 Papers: ring all-reduce (Patarasu & Yuan 2009); Megatron-LM (Shoeybi et al. 2019, 1909.08053); ZeRO (Rajbhandari et al.
 2020, 1910.02054); GPipe (Huang et al. 2019, 1811.06965); PipeDream (Narayanan et al. 2019, SOSP); Megatron-LM's
-interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 2021, 2102.07988); mixed precision (Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101);
-GShard (Lepikhin et al. 2020, 2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
+interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 2021, 2102.07988); mixed precision
+(Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101); GShard (Lepikhin et al. 2020,
+2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
 
     python parallel.py                                                  the pipeline's schedules, drawn
     torchrun --nproc_per_node=4 parallel.py                             each mode, predicted beside measured
@@ -136,8 +137,8 @@ class Unreachable(Exception):
 
 
 class Processes:
-    """The processes that torchrun started, or the one that nobody did: `size` of them, this one is `rank`. What they have
-    to agree on before there are groups, or when a group is broken, goes through torchrun's store."""
+    """The processes that torchrun started, or the one that nobody did: `size` of them, this one is `rank`. What they
+    have to agree on before there are groups, or when a group is broken, goes through torchrun's store."""
 
     def __init__(self):
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -149,8 +150,8 @@ class Processes:
             self.heart.start()
 
     def roll_call(self, store):
-        """A name that these processes share and no earlier ones had: torchrun's store outlives its restarts. Each says a
-        random word; the first repeats all words and its own until each has found itself among them."""
+        """A name that these processes share and no earlier ones had: torchrun's store outlives its restarts. Each says
+        a random word; the first repeats all words and its own until each has found itself among them."""
         word, end = os.urandom(8).hex(), time.monotonic() + TIMEOUT.total_seconds()
         store.set(f"word {self.rank}", word)
         while time.monotonic() < end:
@@ -655,8 +656,8 @@ def one_f_one_b(s, P, M):
 
 
 def interleaved(s, P, M, v):
-    """v pieces a rank: a pass is v times shorter, and so is the bubble, for v times the messages. Narayanan et al. 2021,
-    2104.04473. There M is a multiple of P; here groups of nearly equal size, at least P unless M is less, do."""
+    """v pieces a rank: a pass is v times shorter, and so is the bubble, for v times the messages. Narayanan et al.
+    2021, 2104.04473. There M is a multiple of P; here groups of nearly equal size, at least P unless M is less, do."""
     groups = [list(group) for group in np.array_split(range(M), max(1, M // P))]
     forwards = [Action("F", int(m), i * P + s) for group in groups for i in range(v) for m in group]
     backwards = [Action("B", int(m), i * P + s) for group in groups for i in reversed(range(v)) for m in group]
@@ -670,8 +671,8 @@ def pipedream(s, P, M):
 
 
 def terapipe(s, P, M, slices):
-    """GPipe over the token slices of each sequence; backward takes them in reverse, since earlier slices' keys and values
-    get gradients from later ones. Li et al. 2021, 2102.07988."""
+    """GPipe over the token slices of each sequence; backward takes them in reverse, since earlier slices' keys and
+    values get gradients from later ones. Li et al. 2021, 2102.07988."""
     forwards = [Action("F", m, s, i) for m in range(M) for i in range(slices)]
     backwards = [Action("B", m, s, i) for m in range(M) for i in reversed(range(slices))]
     return weave(forwards, backwards, M * slices)
@@ -808,8 +809,8 @@ def partition(times, P, weights=None, activations=None, bandwidth=math.inf, repl
 
 
 def slice_tokens(cost, T, P, unit=1):
-    """A sequence to slices: TeraPipe's dynamic program (Li et al. 2021, section 3.3). Later slices attend to more keys and
-    cost more, so that good slices get shorter.
+    """A sequence to slices: TeraPipe's dynamic program (Li et al. 2021, section 3.3). Later slices attend to more keys
+    and cost more, so that good slices get shorter.
 
     cost(n, before): seconds of n tokens after `before` earlier ones, on one stage. P stages. -> (lengths, multiples of
     unit but for the last; the seconds of one pass, sum of the slices + (P - 1) times the slowest)."""
@@ -829,7 +830,8 @@ def slice_tokens(cost, T, P, unit=1):
             cuts = []
             while j:
                 cuts, j = [(total[j][1], j), *cuts], total[j][1]
-            best = total[len(ends) - 1][0] + (P - 1) * max(table[cut] for cut in cuts), [ends[b] - ends[a] for a, b in cuts]
+            seconds = total[len(ends) - 1][0] + (P - 1) * max(table[cut] for cut in cuts)
+            best = seconds, [ends[b] - ends[a] for a, b in cuts]
     return best[1], best[0]
 
 
@@ -846,13 +848,14 @@ def slice_tokens(cost, T, P, unit=1):
 #     3       2 / N     2 / N       12 / N               16 / N                3    gathered again for backward
 #
 # A unit is a block, its experts, or all that isn't a block. Its parameters lie in one flat vector, matrices first, so
-# that weight decay is for a prefix; the vector is padded to N equal shards. What the unit computes with is the output of
+# that weight decay is for a prefix; the vector is padded to N equal shards. What the unit computes with is what comes
+# out of
 #
 #     Use     forward: shard --gather--> weights / backward: their gradients --reduce--> the shard's gradient
 #
 # Autograd calls that backward once, when the unit's last gradient is there, tied uses summed: so the reduction of one
 # block runs while backward goes on with the next, with no hooks and no counters. With several micro-batches a step
-# gradients are summed in float32, before they are sent (stages 0, 1) or after (2, 3).
+# gradients are summed in float32, before they are sent (stages 0, 1) or after (2, 3); over ranks, in what is sent.
 
 def adamw(master, weights, grad, m, v, clip, lr, decay, beta1, beta2, correction1, correction2):
     """One step of AdamW (Loshchilov & Hutter 2017), in place, on flat vectors; grad is multiplied by `clip` first. m
@@ -886,7 +889,7 @@ class Unit:
     """Parameters that are gathered, reduced and stepped together: one flat vector, of which this rank keeps a shard.
 
     slots: {name: (a module's dictionary of parameters, key in it)}, with meta tensors of local shapes; group: the ranks
-    that hold the same parameters and see different tokens; before: the unit that backward needs next, if any."""
+    that hold the same parameters and see different tokens; before: the units that backward needs next."""
 
     def __init__(self, slots, group, stage, dtype, grad_dtype, device):
         meta = {name: holder[key] for name, (holder, key) in slots.items()}

@@ -141,7 +141,7 @@ def options():
                    "batch is split over these too (default: 1)")
     g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
     g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out "
-                   "instead of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0, nothing)")
+                   "instead of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0)")
 
     g = p.add_argument_group("the machine")
     g.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
@@ -697,7 +697,8 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
                         store()
                     except WriteError as error:      # there may be room again before the end
                         if engine.main:
-                            progress.bar.write(f"train.py: {error}; going on, the last one saved stays", file=sys.stderr)
+                            progress.bar.write(f"train.py: {error}; going on, the last one saved stays",
+                                               file=sys.stderr)
             if saved != step:
                 store()
     except Diverged as error:
@@ -905,7 +906,7 @@ def main(argv=None):
     if rank == "0" or alone:      # what all ranks found is said once, what one found by that one
         print(f"train.py: {f'rank {rank}: ' if several and alone else ''}{message}", file=sys.stderr, flush=True)
     if several:
-        time.sleep(0 if rank == "0" or alone else 2)      # whoever leaves first has torchrun end the others: not so rank 0
+        time.sleep(0 if rank == "0" or alone else 2)      # who leaves first has torchrun end the others: let 0 speak
         os._exit(code)      # to take leave of the others could mean to wait for them
     return code
 
