@@ -1,10 +1,10 @@
-"""Many devices, one model: data, tensor, optimizer (ZeRO) and expert parallelism, and any product of them.
+"""Many devices, one model: data, tensor, pipeline, optimizer (ZeRO) and expert parallelism, and any product of them.
 
-What it teaches: a training step can be cut along its batch, along its matrices, along its experts; and what every rank
+What it teaches: a training step can be cut along its batch, its layers, its matrices, its experts; and what every rank
 holds twice can be cut too. Each cut is a few lines once two things are there: a mesh, which says who works with whom,
 and a handful of collectives, through which everything goes and which count their bytes.
 
-    0  mesh and collectives     3  pipeline: schedules, their simulator and planners; no executor yet
+    0  mesh and collectives     3  pipeline: schedules, their simulator and planners
     1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
     2  tensor                   6  expert
 
@@ -19,7 +19,8 @@ interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 20
     torchrun --nproc_per_node=4 train.py --preset=cpu --tp=2 --zero=3   and in use
 
 NCCL on GPUs, gloo elsewhere: a laptop runs all of it. One process is a mesh of size one, on the same path.
-What it can't do: cut the sequence (no sequence parallelism between the tensor-parallel regions), save without a rank
+What it can't do yet: run PipeDream's and TeraPipe's schedules, which are drawn only. What it can't do: cut the
+sequence (no sequence parallelism between the tensor-parallel regions), receive while it computes, save without a rank
 that can hold the whole model in the host's memory.
 """
 
@@ -83,8 +84,10 @@ TIMEOUT = timedelta(minutes=10)      # to wait for another process before it cou
 
 
 class Mesh:
-    """The groups of this rank: dp, ep, pp, tp along the axes, `data` (dp and ep together: those that see different
-    tokens) and `world`. Sizes must multiply to the world's size; ValueError otherwise. device: of this rank."""
+    """The groups of this rank: dp, ep, pp, tp along the axes; `data` (dp and ep together: those that see different
+    tokens); `tied` (data, on the first and the last stage: those that hold the embedding); `world`. And a channel for
+    each (direction, sender, receiver) among the stages, so that messages of one never wait for those of another.
+    Sizes must multiply to the world's size; ValueError otherwise. device: of this rank."""
 
     def __init__(self, device=torch.device("cpu"), ep=1, pp=1, tp=1):
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -96,16 +99,23 @@ class Mesh:
             last = np.moveaxis(grid, along, range(4 - len(along), 4))        # the axes that vary within a group
             rows = last.reshape(-1, int(np.prod([grid.shape[axis] for axis in along])))
             setattr(self, name, new_group(rows.tolist()))
+        ends = grid[:, :, sorted({0, pp - 1})]                               # (dp, ep, first and last, tp)
+        self.tied = new_group(np.moveaxis(ends, 3, 0).reshape(tp, -1).tolist())
+        stages, self.channels = np.moveaxis(grid, 2, 3).reshape(-1, pp), {}
+        for a in range(pp if pp > 1 else 0):
+            b = (a + 1) % pp
+            for key in (("F", a, b), ("B", b, a)):
+                self.channels[key] = new_group([[row[key[1]], row[key[2]]] for row in stages.tolist()])
 
     @classmethod
     def alone(cls, device):
         """The mesh of this process alone, whoever else there is."""
         mesh = cls.__new__(cls)
-        mesh.device, mesh.dp, mesh.ep, mesh.pp, mesh.tp, mesh.data, mesh.world = device, *[ALONE] * 6
+        mesh.device, mesh.dp, mesh.ep, mesh.pp, mesh.tp, mesh.data, mesh.tied, mesh.world = device, *[ALONE] * 7
         return mesh
 
     def __str__(self):
-        return " x ".join(f"{name} {getattr(self, name).size}" for name in ("dp", "ep", "tp"))
+        return " x ".join(f"{name} {getattr(self, name).size}" for name in ("dp", "ep", "pp", "tp"))
 
     def any(self, flag):
         """Whether flag is true on any rank; all call it."""
@@ -223,10 +233,10 @@ class Processes:
             if other is not None:
                 raise UserError(f"rank {other} has {words} than rank 0: {texts[other]}, not {texts[0]}")
 
-    def mesh(self, device, ep=1, tp=1):
+    def mesh(self, device, ep=1, pp=1, tp=1):
         """Makes the groups. On CUDA each process takes the GPU of its local rank; UserError if there are too few."""
         if self.size == 1:
-            return Mesh(device, ep, tp=tp)
+            return Mesh(device, ep, pp, tp)
         if device.type == "cuda":
             local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             if local >= here:
@@ -236,7 +246,7 @@ class Processes:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=self.store, rank=self.rank,
                                 world_size=self.size, timeout=TIMEOUT)
-        return Mesh(device, ep, tp=tp)
+        return Mesh(device, ep, pp, tp)
 
 
 @contextmanager
@@ -258,12 +268,14 @@ def joined():
         GROUPS.clear()
 
 
-def check_layout(config, ep, tp, whose=""):
+def check_layout(config, ep, pieces, tp, whose=""):
     """UserError if a model of this shape can't be cut so. whose: words to begin with."""
     if config.n_head % tp:
         raise UserError(f"{whose}n_head={config.n_head} can't be split over tp={tp}")
     if config.n_expert % ep:
         raise UserError(f"{whose}n_expert={config.n_expert} can't be split over ep={ep}")
+    if config.n_layer < pieces:
+        raise UserError(f"{whose}n_layer={config.n_layer} can't be split into {pieces} pieces (pp times chunks)")
 
 
 # What each rank sends, in bytes, by kind: a ring of N passes (N - 1) / N of the data for each of gather, scatter and
@@ -678,6 +690,11 @@ def terapipe(s, P, M, slices):
     return weave(forwards, backwards, M * slices)
 
 
+# what --schedule chooses from: number of pieces a rank -> schedule(s, P, M)
+SCHEDULES = {"gpipe": lambda chunks: gpipe, "1f1b": lambda chunks: one_f_one_b,
+             "interleaved": lambda chunks: partial(interleaved, v=chunks)}
+
+
 def channels(schedules):
     """What every sender sends and every receiver expects, in their own order, from the lists alone:
     {(direction, sender, receiver): ([sent], [expected])}. Equal orders are what first-in-first-out channels need."""
@@ -888,11 +905,11 @@ class Use(torch.autograd.Function):
 class Unit:
     """Parameters that are gathered, reduced and stepped together: one flat vector, of which this rank keeps a shard.
 
-    slots: {name: (a module's dictionary of parameters, key in it)}, with meta tensors of local shapes; group: the ranks
-    that hold the same parameters and see different tokens; before: the units that backward needs next."""
+    slots: {name: [(a module's dictionary of parameters, key in it), ...]}, meta tensors of local shapes; group: the
+    ranks that hold the same parameters and see different tokens; before: the units that backward needs next."""
 
     def __init__(self, slots, group, stage, dtype, grad_dtype, device):
-        meta = {name: holder[key] for name, (holder, key) in slots.items()}
+        meta = {name: holder[key] for name, ((holder, key), *_) in slots.items()}
         self.names = sorted(meta, key=lambda name: not is_matrix(name, meta[name]))
         self.shapes = [meta[name].shape for name in self.names]
         self.slots, self.group, self.stage, self.dtype, self.device = slots, group, stage, dtype, device
@@ -915,7 +932,8 @@ class Unit:
         self.copied, self.padded = copied, shards * self.width
         self.grad = empty(self.padded if stage < 2 else self.width, dtype=grad_dtype)
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self.spent, self.shard_grad, self.arriving, self.before = True, None, None, None
+        self.spent, self.shard_grad, self.arriving, self.before = True, None, None, []
+        self.uses, self.due = 1, 0      # a micro-batch; gradients to come before the sum is complete
 
     def views(self, flat):
         """A vector of all parameters, cut into tensors of their shapes."""
@@ -950,12 +968,13 @@ class Unit:
     def install(self):
         """From now on the modules compute with this unit's weights."""
         for name, weight in zip(self.names, Use.apply(self.anchor, self)):
-            holder, key = self.slots[name]
-            holder[key] = weight
+            for holder, key in self.slots[name]:
+                holder[key] = weight
 
     def remove(self):
-        for holder, key in self.slots.values():
-            holder[key] = None
+        for places in self.slots.values():
+            for holder, key in places:
+                holder[key] = None
         self.release()
 
     def pack(self, x):
@@ -971,10 +990,11 @@ class Unit:
     def accumulate(self, grads):
         """Takes the gradients of one micro-batch (None: zero) and, when it's time, starts their reduction."""
         self.release()
+        self.due -= 1
         if self.stage < 2:
             self.add(self.views(self.grad), grads)
             self.spent = False
-            if not self.pending.last:
+            if self.due:
                 return
             self.shard_grad = self.grad[self.start:self.start + self.width]
             if self.stage == 0:
@@ -1037,7 +1057,7 @@ class Pending:
     """Reductions under way. At most two: a third waits for the first, or every full gradient would stay alive."""
 
     def __init__(self):
-        self.queue, self.last = deque(), True      # last: this micro-batch is the step's last
+        self.queue = deque()
 
     def put(self, work, then):
         self.queue.append((work, then))
@@ -1072,7 +1092,8 @@ def in_use(units):
 
     for unit in units:
         unit.install()
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if units[0].stage == 3 else nullcontext():
+    gathered = any(unit.stage == 3 for unit in units)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if gathered else nullcontext():
         yield
     for unit in units:
         unit.remove()
@@ -1104,44 +1125,64 @@ class Parallel:
 
     def __init__(self, config, mesh, args, start=None):
         self.config, self.mesh, self.args, dtype = config, mesh, args, args.dtype
-        self.main, self.copies = mesh.world.rank == 0, mesh.world.size // mesh.data.size      # ranks with my tokens
-        self.model = GPT(config, seed=None, attention=args.attention, device="meta")
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.num_params, self.counts = self.model.num_params(), None
-        slots = {f"{path}.{key}": (module._parameters, key) for path, module in self.model.named_modules()
-                 for key, p in module._parameters.items() if p is not None}
-        for name, (holder, key) in slots.items():
+        self.main, self.copies = mesh.world.rank == 0, mesh.tp.size          # of each part of the loss
+        whole = GPT(config, seed=None, device="meta")
+        self.shapes = {name: p.shape for name, p in whole.named_parameters()}
+        self.num_params, self.counts = whole.num_params(), None
+        P, s = mesh.pp.size, mesh.pp.rank
+        self.pieces = P * getattr(args, "chunks", 1)                         # piece i lives on stage i % P
+        self.layers = [range(part[0], part[-1] + 1) for part in np.array_split(range(config.n_layer), self.pieces)]
+        self.models = {i: GPT(config, self.layers[i], seed=None, attention=args.attention, device="meta")
+                       for i in range(s, self.pieces, P)}
+        slots = {}
+        for model in self.models.values():
+            for path, module in model.named_modules():
+                for key, p in module._parameters.items():
+                    if p is not None:
+                        slots.setdefault(f"{path}.{key}", []).append((module._parameters, key))
+            if mesh.tp.size > 1:
+                tensor_parallel(model, mesh.tp)
+            if mesh.ep.size > 1 and config.n_expert:
+                expert_parallel(model, mesh.ep)
+        for name, places in slots.items():
             for cut in cuts_of(name, mesh):
-                holder[key] = nn.Parameter(cut.local(holder[key], getattr(mesh, cut.axis)))
-        if mesh.tp.size > 1:
-            tensor_parallel(self.model, mesh.tp)
-        if mesh.ep.size > 1 and config.n_expert:
-            expert_parallel(self.model, mesh.ep)
-        wide = torch.promote_types(dtype, torch.float32)
+                for holder, key in places:
+                    holder[key] = nn.Parameter(cut.local(holder[key], getattr(mesh, cut.axis)))
+        wide = self.wide = torch.promote_types(dtype, torch.float32)
         several = args.batch_size // mesh.data.size > args.micro_batch
         grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
         self.pending = Pending()
 
-        def unit(names, group):
-            made = Unit({name: slots[name] for name in names}, group, args.zero, dtype, grad_dtype, args.device)
+        def unit(names, group, stage=args.zero):
+            if not names:
+                return []
+            made = Unit({name: slots[name] for name in names}, group, stage, dtype, grad_dtype, args.device)
             made.pending = self.pending
-            return [made] if names else []
+            return [made]
         inner = [name for name in slots if name.startswith("blocks.")]
-        self.outer, self.units = unit([name for name in slots if name not in inner], mesh.data), []
-        self.wrap(inner, unit, args.compile)
+        rest, self.units = [name for name in slots if name not in inner], []
+        for model in self.models.values():
+            self.wrap(model, [name for name in inner if int(name.split(".")[1]) in model.layers], unit, args.compile)
+        if P == 1:
+            self.outer = unit(rest, mesh.data)
+            self.outer[0].uses = min(2, self.pieces)                         # by the first piece and the last
+        else:      # the embedding is on two stages, which are never at the same place: they can't gather together
+            self.outer = unit([name for name in rest if name == "wte.weight"], mesh.tied, min(args.zero, 1))
+            self.outer += unit([name for name in rest if name != "wte.weight"], mesh.data)
         self.units += self.outer
+        self.local, self.sending = defaultdict(deque), []
         self.update = torch.compile(adamw) if args.compile else adamw
         self.updates, self.scaled = 0, dtype == torch.float16
         self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
         weights = start["model"].get if start else partial(initial, config, self.shapes, args.seed)
         self.fill("master", weights)
 
-    def wrap(self, inner, unit, compiled):
-        """Makes the units of the blocks, and has each block compute with them."""
+    def wrap(self, model, inner, unit, compiled):
+        """Makes the units of a model's blocks, and has each block compute with them."""
         if compiled:
-            self.model.compile_blocks()
+            model.compile_blocks()
         before, last = [], None
-        for i, block in self.model.blocks.items():
+        for i, block in model.blocks.items():
             names = [name for name in inner if name.startswith(f"blocks.{i}.")]
             experts = [name for name in names if ".experts." in name]
             units = unit([name for name in names if name not in experts], self.mesh.data)
@@ -1150,37 +1191,124 @@ class Parallel:
                 u.before = before
             if last:
                 last.after = units
-            self.model.blocks[i] = last = Shell(block, units)
+            model.blocks[i] = last = Shell(block, units)
             self.units += units
             before = units
 
     # ---- forward and backward
 
-    def loss(self, idx, targets, total=None):
-        """model.loss of this rank's sequences, idx and targets (B, T)."""
-        with in_use(self.outer):
-            return self.model.loss(idx, targets, total)
+    def train(self, mode=True):
+        """Switches dropout, and the experts' limits, on or off."""
+        for model in self.models.values():
+            model.train(mode)
+
+    def send(self, op, piece, x):
+        """Sends what `piece` needs for its F or B. Returns at once, and keeps x until it has left. To wait for that
+        here, before the next one, would be a deadlock of the interleaved schedule."""
+        me, to = self.mesh.pp.rank, piece % self.mesh.pp.size
+        if me == to:
+            self.local[op, piece].append(x)
+            return
+        group = self.mesh.channels[op, me, to]
+        x = x.contiguous()
+        LEDGER["send"] += x.numel() * x.element_size()
+        self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
+        self.sending.append((dist.isend(x, self.mesh.pp.ranks[to], group.process_group), x))
+
+    def receive(self, op, piece, rows, T):
+        """What `piece` needs for its F or B: (rows, T, C), from the piece before or after."""
+        P, me = self.mesh.pp.size, self.mesh.pp.rank
+        sender = (piece + (-1 if op == "F" else 1)) % P
+        if sender == me:
+            return self.local[op, piece].popleft()
+        x = torch.empty(rows, T, self.config.n_embd, dtype=self.args.dtype, device=self.mesh.device)
+        dist.recv(x, self.mesh.pp.ranks[sender], self.mesh.channels[op, sender, me].process_group)
+        return x
+
+    def forward(self, piece, x, targets, total):
+        """One piece on what it needs: idx (B, T) or activations (B, T, C). -> (activations or None, this piece's part
+        of the loss or None): the cross-entropy at the last piece, and at any the balancing loss of its experts."""
+        model = self.models[piece]
+        with in_use(self.outer if model.first or model.last else []):
+            if model.last:
+                return None, model.loss(x, targets, total)
+            x = model.trunk(x)
+        if model.aux is None or not model.training:
+            return x, None
+        return x, self.config.aux_weight * (model.aux * (targets >= 0).sum(1)).sum() / total
+
+    @torch.no_grad()
+    def loss(self, idx, targets, total=1):
+        """The summed loss of this rank's sequences, idx and targets (B, T), divided by total, on the last stage; 0 on
+        the others."""
+        found = torch.zeros((), dtype=self.wide, device=self.mesh.device)
+        for piece in self.models:
+            x = idx if piece == 0 else self.receive("F", piece, *idx.shape)
+            x, loss = self.forward(piece, x, targets, total)
+            if x is not None:
+                self.send("F", piece + 1, x)
+            elif loss is not None:
+                found = loss
+        self.sent()
+        return found
+
+    def sent(self):
+        """Waits until all messages have left."""
+        for work, _ in self.sending:
+            work.wait()
+        self.sending = []
 
     def backward(self, idx, targets):
-        """Gradients of a batch, of which this rank has idx and targets (B, T); a micro-batch at a time. -> this rank's
-        part of the loss: the parts of the data ranks add up to the mean over the whole batch.
+        """Gradients of a batch, of which this rank has idx and targets (B, T); a micro-batch at a time, in the order of
+        the schedule. -> this rank's part of the loss: the parts of all data ranks and stages add up to the mean over
+        the whole batch.
 
         Each summed loss is divided by the number of targets in the WHOLE batch, so that parts add up to the mean and to
         its gradient, however many targets each of them holds."""
         total = (targets >= 0).sum()
         all_reduce(total, self.mesh.data)
-        total, loss = total.clamp(min=1), 0.0
+        total, self.counts = total.clamp(min=1), None
         parts = list(zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch)))
-        self.counts = None
-        for i, (part, part_targets) in enumerate(parts):
-            self.pending.last = i == len(parts) - 1
-            part_loss = self.loss(part, part_targets, total)
-            (part_loss * self.scale).backward()
-            loss = loss + part_loss.detach()
-            if self.config.n_expert:
-                self.counts = self.model.counts + (0 if self.counts is None else self.counts)      # (L, E + 1)
+        for unit in self.units:
+            unit.due = unit.uses * len(parts)
+        schedule = SCHEDULES[getattr(self.args, "schedule", "1f1b")](getattr(self.args, "chunks", 1))
+        loss = self.execute(schedule(self.mesh.pp.rank, self.mesh.pp.size, len(parts)), parts, total)
+        self.sent()
         self.pending.drain()
         return loss
+
+    def execute(self, actions, parts, total):
+        """Runs any schedule. parts: [(idx, targets)], the micro-batches. Sets `live`, the most it held at once."""
+        held, loss, self.live = {}, torch.zeros((), dtype=self.wide, device=self.mesh.device), 0
+        for op, m, piece, _ in actions:
+            idx, targets = parts[m]
+            if op == "F":
+                x = idx if piece == 0 else self.receive("F", piece, *idx.shape).requires_grad_()
+                y, part = self.forward(piece, x, targets, total)
+                held[m, piece] = x, y, part
+                self.live = max(self.live, len(held))
+                if part is not None:
+                    loss = loss + part.detach()
+                if y is not None:
+                    self.send("F", piece + 1, y.detach())
+                if self.config.n_expert:
+                    self.note_counts(piece)
+                continue
+            x, y, part = held.pop((m, piece))
+            outputs, grads = ([], []) if part is None else ([part * self.scale], [None])
+            if y is not None:
+                outputs, grads = [*outputs, y], [*grads, self.receive("B", piece, *idx.shape)]
+            torch.autograd.backward(outputs, grads)
+            if piece:
+                self.send("B", piece - 1, x.grad)
+        return loss
+
+    def note_counts(self, piece):
+        """Adds what the experts of a piece were given to the step's counts, (L, E + 1); other stages' layers stay 0."""
+        if self.counts is None:
+            self.counts = torch.zeros(self.config.n_layer, self.config.n_expert + 1, device=self.mesh.device)
+        layers = self.layers[piece]
+        self.counts[layers.start:layers.stop] += self.models[piece].counts
 
     def grad_norm(self):
         """The norm of the whole gradient, each element counted once: a weight that n ranks hold has weight 1 / n."""
@@ -1193,7 +1321,7 @@ class Parallel:
                 return 1 / (copies * (1 if cut else self.mesh.tp.size))
             squares += [torch.linalg.vector_norm(unit.shard_grad[a:b], dtype=unit.wide) ** 2 * w
                         for a, b, w in unit.segments(weight_of)]
-        total = torch.stack([*squares, torch.zeros((), dtype=self.outer[0].wide, device=self.mesh.device)]).sum()
+        total = torch.stack([*squares, torch.zeros((), dtype=self.wide, device=self.mesh.device)]).sum()
         all_reduce(total, self.mesh.world)
         return total.sqrt() / self.scale
 
@@ -1253,22 +1381,33 @@ class Parallel:
     @torch.no_grad()
     def whole(self, kind):
         """{name: tensor of full shape on the CPU} of master, exp_avg or exp_avg_sq; {} but on rank 0. All call it."""
-        found = {}
+        found, pp = {}, self.mesh.pp
+        writes = 0 in pp.ranks                                               # this stage's go to rank 0 from here
         for unit in self.units:
             flat = getattr(unit, kind)
             if unit.stage and unit.group.size > 1:
                 flat = flat.new_empty(unit.padded)
                 all_gather(flat, getattr(unit, kind), unit.group)
             for name, x in zip(unit.names, unit.views(flat)):
-                cuts = cuts_of(name, self.mesh)
-                for cut in reversed(cuts):
+                for cut in reversed(cuts_of(name, self.mesh)):
                     group = getattr(self.mesh, cut.axis)
                     parts = x.new_empty(group.size, *x.shape)
                     all_gather(parts, x.contiguous()[None], group)
                     x = cut.whole(list(parts), self.shapes[name][cut.dim])
-                if self.mesh.world.rank == 0:
+                if writes:
                     found[name] = x.cpu()
-        return found
+        if writes and pp.rank:
+            dist.send_object_list([list(found)], 0, pp.process_group, self.mesh.device)
+            for x in found.values():
+                dist.send(x.to(self.mesh.device).contiguous(), 0, pp.process_group)
+        for stage in pp.ranks[1:] if self.main else []:
+            names = [None]
+            dist.recv_object_list(names, stage, pp.process_group, self.mesh.device)
+            for name in names[0]:
+                x = torch.empty(self.shapes[name], dtype=self.wide, device=self.mesh.device)
+                dist.recv(x, stage, pp.process_group)
+                found[name] = x.cpu()
+        return {name: found[name] for name in self.shapes} if self.main else {}
 
     def state(self):
         """What a checkpoint keeps, of full shapes on the CPU of rank 0; all ranks call it."""
@@ -1339,27 +1478,31 @@ def predicted_bytes(engine, T):
     mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
     size, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
     B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
-    parts = -(-B // args.micro_batch)
+    parts, layers = -(-B // args.micro_batch), sum(len(model.layers) for model in engine.models.values())
 
     def ring(kind, n, itemsize, group, passes=1):
         sent[kind] += passes * n * itemsize * (group.size - 1) / group.size
     for unit in engine.units:
-        gathers = {0: 0, 1: 1, 2: 1, 3: parts if unit in engine.outer else 2 * parts}[args.zero]      # weights
-        if args.zero == 0:
+        gathers = {0: 0, 1: 1, 2: 1, 3: parts if unit in engine.outer else 2 * parts}[unit.stage]      # weights
+        if unit.stage == 0:
             ring("all_reduce", unit.padded, unit.grad.element_size(), unit.group, 2)
         else:
             ring("all_gather", unit.padded, size, unit.group, gathers)
-            ring("reduce_scatter", unit.padded, *((unit.grad.element_size(), unit.group) if args.zero == 1 else
+            ring("reduce_scatter", unit.padded, *((unit.grad.element_size(), unit.group) if unit.stage == 1 else
                                                   (size, unit.group, parts)))
+    if mesh.pp.size > 1:      # activations to the piece after, their gradients to the piece before
+        borders = sum((piece < engine.pieces - 1) + (piece > 0) for piece in engine.models)
+        sent["send"] = B * T * C * borders * size
     if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token
-        ring("all_reduce", B * T * C * config.n_layer * 4, size, mesh.tp, 2)
-        ring("all_reduce", B * T * C * 2, size, mesh.tp, 2)
-        ring("all_reduce", B * T * 3, wide, mesh.tp, 2)
+        ends = [model.first for model in engine.models.values()] + [model.last for model in engine.models.values()]
+        ring("all_reduce", B * T * C * layers * 4, size, mesh.tp, 2)
+        ring("all_reduce", B * T * C * sum(ends), size, mesh.tp, 2)
+        ring("all_reduce", B * T * 3 * any(model.last for model in engine.models.values()), wide, mesh.tp, 2)
     if mesh.ep.size > 1 and config.n_expert:      # there and back, forward and backward
         capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
-        ring("all_to_all", B * config.n_expert * capacity * C * config.n_layer * 4, size, mesh.ep)
+        ring("all_to_all", B * config.n_expert * capacity * C * layers * 4, size, mesh.ep)
         if tp > 1:      # the MLPs' f and g are on the experts' slots instead of the tokens
-            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * config.n_layer * 2, size, mesh.tp, 2)
+            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * layers * 2, size, mesh.tp, 2)
     ring("all_reduce", 8, 1, mesh.data, 2)                                   # the number of targets
     ring("all_reduce", 1, wide, mesh.world, 2)                               # the gradient's norm
     return {kind: round(n) for kind, n in sent.items() if n}
@@ -1373,24 +1516,27 @@ def modes(N):
     found = [("data", "the batch", {}), ("zero 1", "+ masters, moments", dict(zero=1)),
              ("zero 2", "+ gradients", dict(zero=2)), ("zero 3", "+ weights", dict(zero=3)),
              ("tensor", "matrices, heads, vocabulary", dict(tp=N)), ("expert", "the batch, experts", dict(ep=N))]
+    if N > 1:
+        found += [("pipeline", "the layers", dict(pp=N))]
     if N % 2 == 0 and N > 2:
-        found += [("tensor 2, zero 3", "matrices; weights", dict(tp=2, zero=3)),
+        found += [("pipeline 2, tensor 2", "the layers; matrices", dict(pp=2, tp=2)),
+                  ("tensor 2, zero 3", "matrices; weights", dict(tp=2, zero=3)),
                   ("expert 2, tensor 2", "experts; matrices", dict(ep=2, tp=2))]
     return found
 
 
 def show(config, mode, device, steps=4, T=64):
     """-> the numbers of one mode, measured on `steps` steps in float32 beside one process."""
-    mesh = Mesh(device, ep=mode.get("ep", 1), tp=mode.get("tp", 1))
+    mesh = Mesh(device, mode.get("ep", 1), mode.get("pp", 1), mode.get("tp", 1))
     B = 4 * mesh.world.size
     args = argparse.Namespace(device=device, dtype=torch.float32, zero=mode.get("zero", 0), batch_size=B, beta1=0.9,
                               beta2=0.95, weight_decay=0.1, grad_clip=1.0, attention="auto", compile=False, seed=1,
-                              micro_batch=B // mesh.data.size)
+                              micro_batch=4)
     g = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, config.vocab_size, (2, B, T), generator=g).to(device) for _ in range(steps)]
     runs = []
     for place in (mesh, Mesh.alone(device)):
-        engine = Parallel(config, place, argparse.Namespace(**{**vars(args), "micro_batch": B // place.data.size}))
+        engine = Parallel(config, place, args)
         losses = []
         for step, batch in enumerate(batches):
             if step == steps - 1:
@@ -1403,11 +1549,12 @@ def show(config, mode, device, steps=4, T=64):
                 sent = sum(LEDGER.values())
                 loss.item()
                 seconds = time.perf_counter() - begin
-            all_reduce(loss, place.data)
+            loss = loss / engine.copies
+            all_reduce(loss, place.world)
             losses.append(loss.item())
         runs.append((engine, losses, sent, seconds))
     (engine, losses, sent, seconds), (_, want, _, _) = runs
-    half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16}))
+    half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16, "micro_batch": B}))
     table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
     return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params,
             half.state_bytes() / engine.num_params, max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
@@ -1439,14 +1586,14 @@ def chapter():
             print()
         if mesh.world.rank == 0:
             print(f"{N} ranks on {device.type}; bytes that a rank sends a step, and of state a parameter in bfloat16\n"
-                  f"{'mode':20}{'what is cut':29}{'sent: predicted':>16}{'measured':>12}{'state: predicted':>18}"
+                  f"{'mode':22}{'what is cut':29}{'sent: predicted':>16}{'measured':>12}{'state: predicted':>18}"
                   f"{'measured':>10}{'difference':>12}{'ms a step':>11}")
         for name, cut, mode in modes(N):
             experts = dict(n_expert=2 * N) if "ep" in mode else {}
             config = GPTConfig(vocab_size=65, block_size=64, n_layer=4, n_head=2 * N, n_embd=24 * N, **experts)
             a, b, c, d, difference, seconds = show(config, mode, device)
             if mesh.world.rank == 0:
-                print(f"{name:20}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}",
+                print(f"{name:22}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}",
                       flush=True)
 
 

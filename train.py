@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
                    flops_per_token, load_checkpoint, pick_device, pick_dtype)
-from parallel import Parallel, Unreachable, all_reduce, check_layout, joined
+from parallel import SCHEDULES, Parallel, Unreachable, all_reduce, check_layout, joined
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -73,7 +73,7 @@ DRAFTS = {
 }
 ARCHITECTURE = [f.name for f in fields(GPTConfig)]
 FREE = ["dropout", "capacity_factor", "aux_weight"]      # of these, what a resumed run may change
-LAYOUT = ["dp", "ep", "tp", "zero"]      # a run goes on under any other: these aren't taken from a checkpoint
+LAYOUT = ["dp", "ep", "pp", "tp", "schedule", "chunks", "zero"]      # not taken from a checkpoint
 
 
 def options():
@@ -135,11 +135,16 @@ def options():
     g.add_argument("--eval_batches", type=int, help="batches of a validation, the same ones every time")
     g.add_argument("--save_every", type=int, help="steps between checkpoints; one is always at the end; 0: only that")
 
-    g = p.add_argument_group("many devices: the processes that torchrun started are laid out as dp x ep x tp")
+    g = p.add_argument_group("many devices: the processes that torchrun started are laid out as dp x ep x pp x tp")
     g.add_argument("--dp", type=int, help="data parallel: parts of the batch (default: what the others leave)")
     g.add_argument("--ep", type=int, default=1, help="expert parallel: groups of experts, n_expert / ep each; the "
                    "batch is split over these too (default: 1)")
+    g.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages, each with its layers (default: 1)")
     g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
+    g.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order in which a stage takes micro-batches; "
+                   "`python parallel.py` draws them (default: 1f1b)")
+    g.add_argument("--chunks", type=int, help="pieces of the model a stage, for --schedule=interleaved (default: 2 "
+                   "there, else 1)")
     g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out "
                    "instead of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0)")
 
@@ -206,7 +211,7 @@ def parse(argv=None):
 
 def check(args):
     """UserError for values that no run can use. GPTConfig checks the shapes."""
-    for name in ("batch_size", "micro_batch", "eval_batches", "vocab_size", "dp", "ep", "tp"):
+    for name in ("batch_size", "micro_batch", "eval_batches", "vocab_size", "dp", "ep", "pp", "tp", "chunks"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 1")
     for name in ("max_steps", "decay_steps", "warmup_steps", "eval_every", "save_every", "lr", "min_lr", "weight_decay",
@@ -220,13 +225,18 @@ def check(args):
     if args.data == "":
         raise UserError("data= names no file; without --data it's the Python library's own sources")
     world, ranks = int(os.environ.get("WORLD_SIZE", 1)), data_ranks(args)
-    if args.dp and args.dp * args.ep * args.tp != world:
-        raise UserError(f"dp={args.dp} x ep={args.ep} x tp={args.tp} is {args.dp * args.ep * args.tp}, but there are "
-                        f"{world} processes; start as many: torchrun --nproc_per_node={args.dp * args.ep * args.tp}")
+    asked = (args.dp or 1) * args.ep * args.pp * args.tp
+    if args.dp and asked != world:
+        raise UserError(f"dp={args.dp} x ep={args.ep} x pp={args.pp} x tp={args.tp} is {asked}, but there are {world} "
+                        f"processes; start as many: torchrun --nproc_per_node={asked}")
+    if args.chunks is None:
+        args.chunks = 2 if args.schedule == "interleaved" else 1
+    if args.chunks > 1 and args.schedule != "interleaved":
+        raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
     if args.ep > 1 and not args.n_expert:
         raise UserError(f"ep={args.ep} splits experts, but n_expert=0")
-    if world % (args.ep * args.tp):
-        raise UserError(f"{world} processes can't be laid out with ep={args.ep} x tp={args.tp}"
+    if world % asked:
+        raise UserError(f"{world} processes can't be laid out with ep={args.ep} x pp={args.pp} x tp={args.tp}"
                         + ("; torchrun starts several" if world == 1 else ""))
     if args.batch_size % ranks:
         raise UserError(f"batch_size={args.batch_size} can't be split over {ranks} data ranks")
@@ -234,7 +244,7 @@ def check(args):
 
 def data_ranks(args):
     """How many parts the batch is split into."""
-    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // args.tp)
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // (args.pp * args.tp))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -602,7 +612,7 @@ def evaluate(engine, data, args, stop):
 
     Every rank runs as many micro-batches of one shape as every other: what is missing is filled up with sequences
     that have no targets."""
-    engine.model.eval()
+    engine.train(False)
     sums = torch.zeros(2, dtype=torch.float64, device=args.device if args.device.type != "mps" else "cpu")
     ranks, rank, rows = engine.mesh.data.size, engine.mesh.data.rank, args.micro_batch
     for idx, targets in data.validation(args.eval_batches, args.batch_size):
@@ -611,12 +621,13 @@ def evaluate(engine, data, args, stop):
         targets = torch.cat([targets, targets.new_full((missing, idx.size(1)), -1)])
         for part in zip(idx.split(rows)[rank::ranks], targets.split(rows)[rank::ranks]):
             part = to_device(part, args.device)
-            sums[0] += engine.loss(*part, total=1).to(sums)
-            sums[1] += (part[1] >= 0).sum()
+            sums[0] += engine.loss(*part).to(sums) / engine.copies
+            sums[1] += (part[1] >= 0).sum() / engine.mesh.world.size * ranks
             if engine.mesh.any(stop.number is not None):
-                return engine.model.train() and None
-    engine.model.train()
-    all_reduce(sums, engine.mesh.data)
+                engine.train()
+                return None
+    engine.train()
+    all_reduce(sums, engine.mesh.world)
     return float(sums[0] / sums[1]) if sums[1] else None
 
 
@@ -683,7 +694,7 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
         with progress.bar:
             ahead = batch()
             while step < args.max_steps and not progress.stopping:
-                torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank))
+                torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank + mesh.data.size * mesh.pp.rank))
                 lr = learning_rate(step, args)
                 loss = engine.backward(*ahead)
                 norm = engine.step(lr)
@@ -828,7 +839,7 @@ def prepare(args, data, start):
         jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
     for name, options, _ in jobs:
         config = config_from(options, data)
-        check_layout(config, args.ep if config.n_expert else 1, args.tp,
+        check_layout(config, args.ep if config.n_expert else 1, args.pp * args.chunks, args.tp,
                      "with --no-draft it would fit, but the draft model's " if name == "draft" else "")
         check_memory(options, config)
     return jobs
@@ -851,7 +862,7 @@ def run(argv):
         steps = [ckpt and (ckpt["run"], ckpt["step"]) for _, _, ckpt in jobs]
         processes.same(str(steps), "other checkpoints (run, step)")
         with processes.agreed(UserError):
-            mesh = processes.mesh(args.device, args.ep, args.tp)
+            mesh = processes.mesh(args.device, args.ep, args.pp, args.tp)
         args.device = jobs[-1][1].device = mesh.device
         if main:
             announce(args, data, mesh, start)

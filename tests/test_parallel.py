@@ -33,13 +33,14 @@ from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce
                       terapipe)
 
 ROOT = Path(__file__).parent.parent
-ODD = dict(vocab_size=65, block_size=8, n_layer=2, n_embd=36)
+ODD = dict(vocab_size=65, block_size=8, n_layer=4, n_embd=36)
 OPTIONS = dict(device=torch.device("cpu"), beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, attention="auto",
                compile=False, seed=5, batch_size=12)
 MODES = {2: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=2), dict(tp=2, zero=3), dict(ep=2), dict(ep=2, top_k=2),
-             dict(ep=2, zero=3)],
-         3: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=3)],
-         4: [dict(tp=2), dict(tp=2, zero=1), dict(tp=2, zero=2), dict(tp=2, zero=3), dict(ep=2, zero=2),
+             dict(ep=2, zero=3), dict(pp=2), dict(pp=2, schedule="gpipe", zero=3), dict(pp=2, ep=1, zero=1)],
+         3: [dict(pp=3), dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=3)],
+         4: [dict(pp=2, tp=2), dict(pp=2, zero=2), dict(pp=4), dict(pp=2, schedule="interleaved", chunks=2),
+             dict(pp=2, ep=2, top_k=2), dict(tp=2), dict(tp=2, zero=1), dict(tp=2, zero=2), dict(tp=2, zero=3), dict(ep=2, zero=2),
              dict(ep=2, tp=2, top_k=2, bias=False), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2)]}
 MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
@@ -62,7 +63,8 @@ def batch(step, seed):
 
 
 def engine_of(mode, world, dtype, accumulation=2, **options):
-    mesh = Mesh(ep=mode.get("ep", 1), tp=mode.get("tp", 1))
+    mesh = Mesh(ep=mode.get("ep", 1), pp=mode.get("pp", 1), tp=mode.get("tp", 1))
+    options = {name: mode[name] for name in ("schedule", "chunks") if name in mode} | options
     micro = 12 // mesh.data.size // accumulation
     args = Namespace(**{**OPTIONS, "zero": mode.get("zero", 0), "dtype": dtype, "micro_batch": micro, **options})
     return Parallel(shape(mode, world), mesh, args)
@@ -83,8 +85,8 @@ def steps(engine, seed, n=5, first=0):
     """n steps -> [(loss, norm)] of the whole batch."""
     found = []
     for step in range(first, first + n):
-        loss = engine.backward(*mine(engine, batch(step, seed))).double()
-        all_reduce(loss, engine.mesh.data)
+        loss = engine.backward(*mine(engine, batch(step, seed))).double() / engine.copies
+        all_reduce(loss, engine.mesh.world)
         found.append((float(loss), float(engine.step(rate(engine.args.dtype)))))
     return found
 
@@ -147,7 +149,7 @@ def ledger(world, seed):
         steps(engine, seed, 1)                                               # the first gathers fresh weights
         LEDGER.clear()
         steps(engine, seed, 1, first=1)
-        LEDGER["all_reduce"] -= 2 * 8 * (engine.mesh.data.size - 1) // engine.mesh.data.size      # the loss, added up here
+        LEDGER["all_reduce"] -= 2 * 8 * (world - 1) // world                 # the loss, added up here
         found[str(mode)] = dict(LEDGER), parallel.predicted_bytes(engine, 8)
     return found
 
@@ -289,11 +291,11 @@ def dropout(world, seed):
     engine = Parallel(config, mesh, Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=1)))
     torch.manual_seed(seed + mesh.data.rank)
     streams = []
-    for shell in engine.model.blocks.values():
+    for shell in engine.models[0].blocks.values():
         shell.register_forward_hook(lambda m, i, o: streams.append(o.detach()))
     engine.loss(*(x[:2] for x in batch(0, seed)))
     qkv = torch.ones(3, 1, 2, 8, 4)
-    heads = engine.model.blocks["0"].block.attn.causal(qkv, 0.5)
+    heads = engine.models[0].blocks["0"].block.attn.causal(qkv, 0.5)
     after = torch.rand(3)
     both = [torch.empty(2, *x.shape, dtype=x.dtype) for x in (torch.stack(streams), heads, after)]
     for out, x in zip(both, (torch.stack(streams), heads, after)):
@@ -329,6 +331,29 @@ def one_expert_gets_all(world, seed):
     return found
 
 
+def pipelines(world, seed):
+    """Every schedule with fewer micro-batches than stages, as many, more, and layers that don't divide: beside one
+    process; and what it holds beside what the simulator says."""
+    found = []
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        config = GPTConfig(**{**ODD, "n_layer": world * chunks + 1}, n_head=4)
+        mesh = Mesh(pp=world)
+        for M in (1, 2, 3, 5, 8):
+            args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, batch_size=M, micro_batch=1, schedule=schedule,
+                                              chunks=chunks))
+            engine, losses = Parallel(config, mesh, args), []
+            one = Parallel(config, Mesh.alone(torch.device("cpu")), Namespace(**vars(args) | dict(schedule="1f1b", chunks=1)))
+            for step in range(2):
+                idx, targets = (x[2:2 + M] for x in batch(step, seed))
+                loss = engine.backward(idx, targets)
+                all_reduce(loss, mesh.world)
+                want = one.backward(idx, targets)
+                losses += [(loss / want).item() - 1, (engine.step(1e-2) / one.step(1e-2)).item() - 1]
+            lists = [parallel.SCHEDULES[schedule](chunks)(s, world, M) for s in range(world)]
+            found.append((schedule, M, max(map(abs, losses)), engine.live, simulate(lists).live(dist.get_rank())))
+    return found
+
+
 def float16_overflow(world, seed):
     """A gradient that overflows on one rank is skipped by all; the scale falls on all."""
     engine = engine_of({}, world, torch.float16, accumulation=1)
@@ -340,9 +365,9 @@ def float16_overflow(world, seed):
 
 
 CASES = {2: [training, compiled, ledger, state_bytes, peak, collectives, naive_data_parallel, accumulation, checkpoints, dropout,
-             one_expert_gets_all, float16_overflow],
-         3: [training, ledger, state_bytes, collectives, accumulation, checkpoints],
-         4: [training, ledger, checkpoints, dropout]}
+             one_expert_gets_all, float16_overflow, pipelines],
+         3: [training, ledger, state_bytes, collectives, accumulation, checkpoints, pipelines],
+         4: [training, ledger, checkpoints, dropout, pipelines]}
 
 
 def rank_main(rank, world, folder, seed):
@@ -480,6 +505,13 @@ def test_all_tokens_to_one_expert(world):
     for found in of(world, "one_expert_gets_all"):
         for worst, idle, difference in found.values():
             assert worst < 1e-12 and idle == 0 and abs(difference) < 1e-12
+
+
+@every(pipelines)
+def test_every_schedule_runs_as_simulated_and_trains_as_one_process(world):
+    for found in of(world, "pipelines"):
+        for schedule, M, difference, live, simulated in found:
+            assert difference < 1e-12 and live == simulated, (schedule, M, difference, live, simulated)
 
 
 @every(float16_overflow)
@@ -639,7 +671,7 @@ def test_four_processes_write_what_one_reads(text, tmp_path):
     process = torchrun(4, tmp_path / "four", f"--data={text}", "--max_steps=12", "--tp=2", "--zero=3")
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
-    assert out.count("ckpt.pt:") == 1 and out.count("a sample:") == 1 and "dp 2 x ep 1 x tp 2, zero 3" in err
+    assert out.count("ckpt.pt:") == 1 and out.count("a sample:") == 1 and "dp 2 x ep 1 x pp 1 x tp 2, zero 3" in err
     import train
     assert train.main([*TINY, f"--data={text}", f"--out={tmp_path / 'one'}", "--max_steps=12"]) == 0
     four, one = losses(tmp_path / "four"), losses(tmp_path / "one")
@@ -702,8 +734,8 @@ def test_what_does_not_fit_is_said_once_by_all(text, tmp_path, monkeypatch):
     assert process.returncode != 0 and err.count("batch_size=7 can't be split over 3 data ranks") == 1
     import train
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for options, words in ((["--tp=3"], "4 processes can't be laid out with ep=1 x tp=3"), (["--batch_size=6"], "6 can't be split"),
+    for options, words in ((["--tp=3"], "4 processes can't be laid out with ep=1 x pp=1 x tp=3"), (["--batch_size=6"], "6 can't be split"),
                            (["--dp=2"], "nproc_per_node=2"), (["--micro_batch=3"], "micro_batch=3"), (["--ep=0"], "ep=0"),
-                           (["--ep=2"], "n_expert=0")):
+                           (["--ep=2"], "n_expert=0"), (["--chunks=2"], "schedule=interleaved"), (["--pp=3"], "pp=3")):
         with pytest.raises(train.UserError, match=re.escape(words)):
             train.parse([*TINY, f"--data={text}", *options])
