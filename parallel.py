@@ -244,8 +244,9 @@ class Processes:
                                 "many as GPUs, or use --device=cpu")
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=self.store, rank=self.rank,
-                                world_size=self.size, timeout=TIMEOUT)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=self.store, rank=self.rank,
+                                    world_size=self.size, timeout=TIMEOUT)
         return Mesh(device, ep, pp, tp)
 
 

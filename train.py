@@ -736,12 +736,17 @@ def announce(args, data, mesh, start):
 
 
 def draft_options(args):
-    """The options of the draft model: the target's, with a smaller shape and a shorter schedule. Raises UserError."""
+    """The options of the draft model: the target's, with a smaller shape and a shorter schedule. It's too small to be cut:
+    every process takes a part of the batch, if that has as many. Raises UserError."""
     if args.preset not in DRAFTS:
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
     changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0)
-    share = changes.pop("share")
-    return argparse.Namespace(**{**vars(args), **changes, "max_steps": math.ceil(args.max_steps * share)})
+    changes["max_steps"] = math.ceil(args.max_steps * changes.pop("share"))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch_size % world == 0:
+        changes.update(ep=1, pp=1, tp=1, chunks=1, schedule="1f1b",
+                       micro_batch=math.gcd(args.micro_batch, args.batch_size // world))
+    return argparse.Namespace(**{**vars(args), **changes})
 
 
 def summary(name, progress, args):
@@ -839,7 +844,7 @@ def prepare(args, data, start):
         jobs.append(("draft", draft, load_draft(args, config_from(draft, data), start)))
     for name, options, _ in jobs:
         config = config_from(options, data)
-        check_layout(config, args.ep if config.n_expert else 1, args.pp * args.chunks, args.tp,
+        check_layout(config, options.ep if config.n_expert else 1, options.pp * options.chunks, options.tp,
                      "with --no-draft it would fit, but the draft model's " if name == "draft" else "")
         check_memory(options, config)
     return jobs
@@ -862,14 +867,14 @@ def run(argv):
         steps = [ckpt and (ckpt["run"], ckpt["step"]) for _, _, ckpt in jobs]
         processes.same(str(steps), "other checkpoints (run, step)")
         with processes.agreed(UserError):
-            mesh = processes.mesh(args.device, args.ep, args.pp, args.tp)
-        args.device = jobs[-1][1].device = mesh.device
+            meshes = [processes.mesh(job.device, job.ep, job.pp, job.tp) for _, job, _ in jobs]
+        mesh, args.device, jobs[-1][1].device = meshes[0], meshes[0].device, meshes[-1].device
         if main:
             announce(args, data, mesh, start)
         run_id = start["run"] if args.resume else mesh.common(time.time_ns())
         stop, lines, text, stopped = Interrupt(mesh.world.size > 1), [], "", False
         try:
-            for name, options, job_start in jobs:
+            for (name, options, job_start), mesh in zip(jobs, meshes):
                 if not stopped:
                     if args.device.type == "cuda":
                         torch.cuda.reset_peak_memory_stats()
