@@ -736,8 +736,8 @@ def announce(args, data, mesh, start):
 
 
 def draft_options(args):
-    """The options of the draft model: the target's, with a smaller shape and a shorter schedule. It's too small to be cut:
-    every process takes a part of the batch, if that has as many. Raises UserError."""
+    """The options of the draft model: the target's, with a smaller shape and a shorter schedule. It's too small to be
+    cut: every process takes a part of the batch, if that has as many. Raises UserError."""
     if args.preset not in DRAFTS:
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
     changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0)
