@@ -350,8 +350,8 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_de
 
 # By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on
 # registers a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4 warps,
-# several of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its exponentials.
-# With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
+# several of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its
+# exponentials. With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
 SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 256: (64, 32, 4, 1, None)},
             "backward_q": {64: (64, 32, 4, 3, None), 128: (128, 64, 8, 3, None), 256: (64, 32, 4, 1, None)},
             "backward_kv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None), 256: (32, 32, 4, 1, None)}}

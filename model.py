@@ -242,7 +242,8 @@ def place(choice, E, capacity):
 
 class Experts(nn.Module):
     """E MLPs side by side, each on rows of its own: (G, E, n, C) -> (G, E, n, C) for G groups of n rows an expert.
-    E is that of the weights: a process may hold some of the experts and get the rows of more groups for them."""
+    E is that of the weights: a process may hold some of the experts and get the rows of more groups for them. Or a part
+    of each hidden layer: then f and g, applied before the first product and after the second, join the parts."""
 
     def __init__(self, config):
         super().__init__()
@@ -251,15 +252,16 @@ class Experts(nn.Module):
         self.register_parameter("fc_bias", nn.Parameter(torch.empty(E, 4 * C)) if config.bias else None)
         self.proj_weight = nn.Parameter(torch.empty(E, 4 * C, C))
         self.register_parameter("proj_bias", nn.Parameter(torch.empty(E, C)) if config.bias else None)
+        self.f = self.g = nn.Identity()
 
     def forward(self, x):
         G, _, n, C = x.shape
         E = self.fc_weight.size(0)
-        x = x.transpose(0, 1).reshape(E, G * n, C)                           # (G, E, n, C) -> (E, G*n, C)
+        x = self.f(x).transpose(0, 1).reshape(E, G * n, C)                           # (G, E, n, C) -> (E, G*n, C)
         h = torch.bmm(x, self.fc_weight)                                     # (E, G*n, C) @ (E, C, 4C) -> (E, G*n, 4C)
         if self.fc_bias is not None:
             h = h + self.fc_bias.unsqueeze(1)                                # (E, 1, 4C)
-        y = torch.bmm(gelu(h), self.proj_weight)                             # (E, G*n, 4C) @ (E, 4C, C) -> (E, G*n, C)
+        y = self.g(torch.bmm(gelu(h), self.proj_weight))                     # (E, G*n, 4C) @ (E, 4C, C) -> (E, G*n, C)
         if self.proj_bias is not None:
             y = y + self.proj_bias.unsqueeze(1)                              # (E, 1, C)
         return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
@@ -378,7 +380,7 @@ class GPT(nn.Module):
     def reset(self, seed):
         """The initial weights, each by `initial`."""
         for name, p in self.named_parameters():
-            p.copy_(initial(self.config, {name: p.shape}, seed, name))
+            p.copy_(initial(self.config, name, p.shape, seed))
 
     def trunk(self, x, pos=None, attend=None):
         """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
@@ -421,14 +423,19 @@ class GPT(nn.Module):
         part of the loss in eval mode, which stays comparable with a dense model's.
         """
         x = self.trunk(x, pos, attend)                                       # (B, T, C)
-        valid = (targets >= 0).sum(1)                                        # (B,)
         if total is None:
-            total = valid.sum().clamp(min=1)
-        x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)          # (B*T, C), (B*T,)
-        loss = self.cross_entropy(x, self.wte.weight, targets, self.config.vocab_size)
-        if self.training and self.aux is not None:
-            loss = loss + self.config.aux_weight * (self.aux * valid).sum()
-        return loss / total
+            total = (targets >= 0).sum().clamp(min=1)
+        loss = self.cross_entropy(x.reshape(-1, x.size(-1)), self.wte.weight, targets.reshape(-1),
+                                  self.config.vocab_size)                    # of (B*T, C) and (B*T,)
+        balance = self.balance(targets)
+        return (loss if balance is None else loss + balance) / total
+
+    def balance(self, targets):
+        """The balancing loss of the last pass before it's divided by the total: a scalar; None without experts, and in
+        eval mode. targets (B, T) as in loss."""
+        if not self.training or self.aux is None:
+            return None
+        return self.config.aux_weight * (self.aux * (targets >= 0).sum(1)).sum()
 
     def compile_blocks(self):
         """torch.compile for the blocks. A block is compiled and not the model: all of them run one graph, so that
@@ -484,13 +491,12 @@ def is_matrix(name, p):
     return p.dim() > 1 and not name.endswith("bias")
 
 
-def initial(config, shapes, seed, name):
-    """The initial value of parameter `name`, on the CPU, float32, of shapes[name]: GPT-2's initialisation.
+def initial(config, name, shape, seed):
+    """The initial value of parameter `name`, on the CPU, float32, of that shape: GPT-2's initialisation.
 
     Normal, deviation 0.02 (positions 0.01); the two projections that end a residual branch are divided by sqrt(2L), so
     that the sum of 2L branches keeps the stream's variance at depth L. A value depends on (seed, name) alone and is
     drawn on the CPU: any stage, shard or device starts from the same model."""
-    shape = shapes[name]
     if len(shape) == 1 or name.endswith("bias"):
         return torch.full(shape, 1.0 if name.endswith("weight") else 0.0)    # layer norms; biases
     std = 0.01 if name == "wpe.weight" else 0.02
@@ -602,7 +608,7 @@ def load_checkpoint(path):
     if not isinstance(ckpt, dict) or ckpt.get("format") != CHECKPOINT:
         raise UserError(f"{path} is not a {CHECKPOINT} checkpoint")
     try:
-        shapes = {name: p.shape for name, p in GPT(config_of(ckpt), seed=None).named_parameters()}
+        shapes = {name: p.shape for name, p in GPT(config_of(ckpt), seed=None, device="meta").named_parameters()}
         parts = [ckpt["model"], ckpt["moments"]["exp_avg"], ckpt["moments"]["exp_avg_sq"]]
         whole = all({name: t.shape for name, t in part.items()} == shapes for part in parts)
         whole &= {"options", "tokenizer", "tokens", "step", "run", "updates", "scaler"} <= ckpt.keys()
@@ -621,6 +627,14 @@ def config_of(ckpt):
     dense = {name: getattr(GPTConfig, name) for name in ("n_expert", "top_k", "capacity_factor", "aux_weight")}
     given = {**dense, **ckpt["config"]}
     return GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig)})
+
+
+def load_model(path, device, dtype, attention="auto"):
+    """-> (GPT in evaluation, its Tokenizer). Raises UserError as load_checkpoint does."""
+    ckpt = load_checkpoint(path)
+    model = GPT(config_of(ckpt), seed=None, attention=attention)
+    model.load_state_dict(ckpt["model"])
+    return model.to(device, dtype).eval(), Tokenizer(ckpt["tokenizer"])
 
 
 def pick_device(name):

@@ -44,7 +44,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from flash import operator
-from model import GPT, GPTConfig, UserError, derive, gelu, initial, is_matrix
+from model import GPT, GPTConfig, UserError, derive, initial, is_matrix
 
 # --------------------------------------------------------------------------------------------------------------
 # 0. Mesh and collectives
@@ -142,6 +142,11 @@ def new_group(rows):
     return mine
 
 
+def world_size():
+    """How many processes torchrun started; 1 if it didn't."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 class Unreachable(Exception):
     """Another process is gone."""
 
@@ -151,7 +156,7 @@ class Processes:
     have to agree on before there are groups, or when a group is broken, goes through torchrun's store."""
 
     def __init__(self):
-        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.size, self.rank = world_size(), int(os.environ.get("RANK", 0))
         self.agreements = 0
         if self.size > 1:
             store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -489,6 +494,13 @@ def cuts_of(name, mesh):
     return [cut for pattern, cut in CUTS if re.search(pattern, name) and getattr(mesh, cut.axis).size > 1]
 
 
+def local_part(name, whole, mesh):
+    """What this rank holds of the parameter `name`."""
+    for cut in cuts_of(name, mesh):
+        whole = cut.local(whole, getattr(mesh, cut.axis))
+    return whole
+
+
 class Replacement(nn.Module):
     """A module that does another's work, as one of a group of ranks, with the very parameters of it."""
 
@@ -510,6 +522,17 @@ class RowLinear(Replacement):
     def forward(self, x):
         y = ReduceFrom.apply(F.linear(x, self.weight), self.group)                 # (..., D/tp) @ (D/tp, C)
         return y if self.bias is None else y + self.bias
+
+
+class Applied(nn.Module):
+    """A function with a gradient, f or g, as a module."""
+
+    def __init__(self, function, group):
+        super().__init__()
+        self.function, self.group = function, group
+
+    def forward(self, x):
+        return self.function.apply(x, self.group)
 
 
 class VocabEmbedding(Replacement):
@@ -593,26 +616,13 @@ def tensor_parallel(model, group):
         attn, mlp = block.attn, block.mlp
         attn.qkv, attn.proj = ColumnLinear(attn.qkv, group), RowLinear(attn.proj, group)
         attn.causal = ShardedAttention(attn.causal, group)
-        if hasattr(mlp, "experts"):
-            mlp.experts = TensorParallelExperts(mlp.experts, group)
+        if hasattr(mlp, "experts"):      # each as an MLP is: its hidden layer cut over the ranks
+            mlp.experts.f, mlp.experts.g = Applied(CopyTo, group), Applied(ReduceFrom, group)
         else:
             mlp.fc, mlp.proj = ColumnLinear(mlp.fc, group), RowLinear(mlp.proj, group)
     if model.first or model.last:
         model.wte = VocabEmbedding(model.wte, group)
     model.cross_entropy = lambda *args: VocabCrossEntropy.apply(*args, group)
-
-
-class TensorParallelExperts(Replacement):
-    """Each expert as an MLP is: its hidden layer cut over the ranks. x (G, E, n, C) -> the same shape."""
-
-    def forward(self, x):
-        G, E, n, C = x.shape
-        x = CopyTo.apply(x, self.group).transpose(0, 1).reshape(E, G * n, C)       # (E, G n, C)
-        h = torch.bmm(x, self.fc_weight)                                     # (E, G n, C) @ (E, C, 4C/tp)
-        h = gelu(h if self.fc_bias is None else h + self.fc_bias[:, None])
-        y = ReduceFrom.apply(torch.bmm(h, self.proj_weight), self.group)           # (E, G n, 4C/tp) @ (E, 4C/tp, C)
-        y = y if self.proj_bias is None else y + self.proj_bias[:, None]
-        return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -998,10 +1008,9 @@ class Unit:
             if self.due:
                 return
             self.shard_grad = self.grad[self.start:self.start + self.width]
-            if self.stage == 0:
-                self.pending.put(all_reduce(self.grad, self.group, wait=False), lambda: None)
-            else:
-                self.pending.put(reduce_scatter(self.shard_grad, self.grad, self.group, wait=False), lambda: None)
+            work = (all_reduce(self.grad, self.group, wait=False) if self.stage == 0 else
+                    reduce_scatter(self.shard_grad, self.grad, self.group, wait=False))
+            self.pending.put(work, lambda: None)
             return
         joined, piece = (torch.empty(n, dtype=self.dtype, device=self.device) for n in (self.padded, self.width))
         self.add(self.views(joined), grads, overwrite=True)
@@ -1021,15 +1030,24 @@ class Unit:
         into, grads = zip(*[pair for pair in zip(into, grads) if pair[1] is not None])
         (torch._foreach_copy_ if overwrite else torch._foreach_add_)(into, grads)
 
+    def held(self):
+        """What of each parameter lies in this rank's shard: (name, begin and end in the shard, where in the shard the
+        parameter itself begins, which may be before it)."""
+        at = -self.start
+        for name, n in zip(self.names, self.sizes):
+            begin, end = max(at, 0), min(at + n, self.width)
+            if begin < end:
+                yield name, begin, end, at
+            at += n
+
     def segments(self, weight_of):
         """[(begin, end, weight)] of this rank's shard of the gradient, neighbours of one weight joined."""
-        found, at = [], -self.start
-        for name, n in zip(self.names, self.sizes):
-            begin, end, weight = max(at, 0), min(at + n, self.width), weight_of(name)
-            at += n
-            if begin < end and found and found[-1][2] == weight:
+        found = []
+        for name, begin, end, _ in self.held():
+            weight = weight_of(name)
+            if found and found[-1][2] == weight:
                 found[-1][1] = end
-            elif begin < end:
+            else:
                 found.append([begin, end, weight])
         return found
 
@@ -1041,7 +1059,6 @@ class Unit:
             if self.master[part].numel():
                 update(self.master[part], self.own[part] if self.copied else None, self.shard_grad[part],
                        self.exp_avg[part], self.exp_avg_sq[part], numbers[0], numbers[1], d, *numbers[2:])
-        self.spend()
         self.spread()
 
     def spend(self):
@@ -1146,9 +1163,8 @@ class Parallel:
             if mesh.ep.size > 1 and config.n_expert:
                 expert_parallel(model, mesh.ep)
         for name, places in slots.items():
-            for cut in cuts_of(name, mesh):
-                for holder, key in places:
-                    holder[key] = nn.Parameter(cut.local(holder[key], getattr(mesh, cut.axis)))
+            for holder, key in places:
+                holder[key] = nn.Parameter(local_part(name, holder[key], mesh))
         wide = self.wide = torch.promote_types(dtype, torch.float32)
         several = args.batch_size // mesh.data.size > args.micro_batch
         grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
@@ -1175,8 +1191,8 @@ class Parallel:
         self.update = torch.compile(adamw) if args.compile else adamw
         self.updates, self.scaled = 0, dtype == torch.float16
         self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
-        weights = start["model"].get if start else partial(initial, config, self.shapes, args.seed)
-        self.fill("master", weights)
+        self.fill("master", start["model"].get if start else
+                  lambda name: initial(config, name, self.shapes[name], args.seed))
 
     def wrap(self, model, inner, unit, compiled):
         """Makes the units of a model's blocks, and has each block compute with them."""
@@ -1234,9 +1250,8 @@ class Parallel:
             if model.last:
                 return None, model.loss(x, targets, total)
             x = model.trunk(x)
-        if model.aux is None or not model.training:
-            return x, None
-        return x, self.config.aux_weight * (model.aux * (targets >= 0).sum(1)).sum() / total
+        balance = model.balance(targets)
+        return x, None if balance is None else balance / total
 
     @torch.no_grad()
     def loss(self, idx, targets, total=1):
@@ -1365,15 +1380,9 @@ class Parallel:
     def fill(self, kind, source):
         """Takes up `kind` ("master", "exp_avg", "exp_avg_sq") from source(name), whole tensors, one at a time."""
         for unit in self.units:
-            flat, at = getattr(unit, kind), -unit.start
-            for name, n in zip(unit.names, unit.sizes):
-                begin, end = max(at, 0), min(at + n, unit.width)
-                if begin < end:
-                    whole = source(name)
-                    for cut in cuts_of(name, self.mesh):
-                        whole = cut.local(whole, getattr(self.mesh, cut.axis))
-                    flat[begin:end] = whole.flatten()[begin - at:end - at].to(flat)
-                at += n
+            flat = getattr(unit, kind)
+            for name, begin, end, at in unit.held():
+                flat[begin:end] = local_part(name, source(name), self.mesh).flatten()[begin - at:end - at].to(flat)
             if kind == "master" and unit.copied:
                 unit.settle()
                 unit.own.copy_(unit.master)
@@ -1477,7 +1486,7 @@ def zero_bytes(zero, N):
 def predicted_bytes(engine, T):
     """Bytes that a rank sends in a training step of T tokens a sequence, {kind: bytes}, from the papers' formulas."""
     mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
-    size, wide = args.dtype.itemsize, torch.promote_types(args.dtype, torch.float32).itemsize
+    size, wide = args.dtype.itemsize, engine.wide.itemsize
     B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
     parts, layers = -(-B // args.micro_batch), sum(len(model.layers) for model in engine.models.values())
 

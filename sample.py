@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from model import (DTYPES, GPT, Options, Tokenizer, UserError, check_sampling, config_of, derive, load_checkpoint,
-                   pick_device, pick_dtype)
+from model import DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype
 
 
 def options():
@@ -57,14 +56,6 @@ def read_prompt(prompt):
     except OSError as error:
         raise UserError(f"prompt={prompt} can't be read: {error.strerror}") from None
     return raw.decode("utf-8", "surrogateescape")
-
-
-def load_model(path, device, dtype):
-    """-> (GPT in evaluation, its Tokenizer). Raises UserError as load_checkpoint does."""
-    ckpt = load_checkpoint(path)
-    model = GPT(config_of(ckpt), seed=None)
-    model.load_state_dict(ckpt["model"])
-    return model.to(device, dtype).eval(), Tokenizer(ckpt["tokenizer"])
 
 
 def write_samples(model, tokenizer, args):

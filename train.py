@@ -45,9 +45,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import (ATTENTION, CHECKPOINT, DTYPES, GPT, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
-                   flops_per_token, load_checkpoint, pick_device, pick_dtype)
-from parallel import SCHEDULES, Parallel, Unreachable, all_reduce, check_layout, joined
+from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
+                   flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype)
+from parallel import SCHEDULES, Parallel, Unreachable, all_reduce, check_layout, joined, world_size
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -224,7 +224,7 @@ def check(args):
             raise UserError(f"{name}={getattr(args, name)} must be at least 0 and below 1")
     if args.data == "":
         raise UserError("data= names no file; without --data it's the Python library's own sources")
-    world, ranks = int(os.environ.get("WORLD_SIZE", 1)), data_ranks(args)
+    world, ranks = world_size(), data_ranks(args)
     asked = (args.dp or 1) * args.ep * args.pp * args.tp
     if args.dp and asked != world:
         raise UserError(f"dp={args.dp} x ep={args.ep} x pp={args.pp} x tp={args.tp} is {asked}, but there are {world} "
@@ -244,7 +244,7 @@ def check(args):
 
 def data_ranks(args):
     """How many parts the batch is split into."""
-    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // (args.pp * args.tp))
+    return max(1, world_size() // (args.pp * args.tp))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -742,7 +742,7 @@ def draft_options(args):
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
     changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0)
     changes["max_steps"] = math.ceil(args.max_steps * changes.pop("share"))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = world_size()
     if args.batch_size % world == 0:
         changes.update(ep=1, pp=1, tp=1, chunks=1, schedule="1f1b",
                        micro_batch=math.gcd(args.micro_batch, args.batch_size // world))
@@ -762,12 +762,9 @@ def summary(name, progress, args):
             f"{progress.seconds:.1f} s of training; {numbers}")
 
 
-def sample_text(path, tokenizer, args, stop, n=200):
+def sample_text(path, args, stop, n=200):
     """A text, n tokens long, that the model saved at `path` writes from nothing."""
-    ckpt = load_checkpoint(path)
-    model = GPT(config_of(ckpt), seed=None, attention=args.attention)
-    model.load_state_dict(ckpt["model"])
-    model.to(args.device, args.dtype)
+    model, tokenizer = load_model(path, args.device, args.dtype, args.attention)
     start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(derive(args.seed, "sample"))
     ids = []
@@ -883,7 +880,7 @@ def run(argv):
                     del progress      # and the memory of what was trained
                     stopped = mesh.any(stop.number is not None)
             if main and not stopped:
-                text = sample_text(Path(args.out) / "ckpt.pt", data.tokenizer, args, stop)
+                text = sample_text(Path(args.out) / "ckpt.pt", args, stop)
         finally:
             stop.restore()
         number = mesh.common(stop.number or signal.SIGTERM) if stopped else stop.number
@@ -903,7 +900,7 @@ def main(argv=None):
     sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")          # a terminal that can't show a character shows a question mark
-    rank, several, code, alone = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1)) > 1, 1, False
+    rank, several, code, alone = os.environ.get("RANK", "0"), world_size() > 1, 1, False
     try:
         return run(argv)
     except UserError as error:
