@@ -509,19 +509,77 @@ class Replacement(nn.Module):
         self._parameters, self.group = module._parameters, group             # under the same names
 
 
+# f and g each stand beside a product, so that most of what they send can travel while the product is computed: the
+# gradient of x while that of A is; the first rows of y while the others are.
+
+def column_grads(grad, x, w, group):
+    dx = grad @ w                                                            # (N, D/tp) @ (D/tp, C)
+    work = all_reduce(dx, GROUPS[group], wait=False)
+    dw = grad.t() @ x                                                        # (D/tp, N) @ (N, C)
+    work.wait()
+    return dx, dw
+
+
+def row_sum(x, w, group):
+    y = x.new_empty(x.size(0), w.size(0))                                    # (N, C)
+    halves = 2 if y.numel() * y.element_size() >= 2 ** 23 else 1      # a short message is all latency
+    works = []
+    for rows, out in zip(x.chunk(halves), y.chunk(halves)):
+        torch.mm(rows, w.t(), out=out)                                       # (N/2, D/tp) @ (D/tp, C)
+        works.append(all_reduce(out, GROUPS[group], wait=False))
+    for work in works:
+        work.wait()
+    return y
+
+
+column_backward = operator("column_backward(Tensor grad, Tensor x, Tensor w, str group) -> (Tensor, Tensor)",
+                           column_grads, lambda grad, x, w, group: (torch.empty_like(x), torch.empty_like(w)))
+row_forward = operator("row_forward(Tensor x, Tensor w, str group) -> Tensor", row_sum,
+                       lambda x, w, group: x.new_empty(x.size(0), w.size(0)))
+
+
+class ColumnProduct(torch.autograd.Function):
+    """f, then a product. forward: x (N, C), w (D/tp, C) -> x w^T / backward: all-reduce of the gradient of x."""
+
+    @staticmethod
+    def forward(ctx, x, w, group):
+        ctx.group = group.name
+        ctx.save_for_backward(x, w)
+        return x @ w.t()                                                     # (N, C) @ (C, D/tp)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *column_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group), None
+
+
+class RowProduct(torch.autograd.Function):
+    """A product, then g. forward: x (N, D/tp), w (C, D/tp) -> all-reduce of x w^T / backward: no communication."""
+
+    @staticmethod
+    def forward(ctx, x, w, group):
+        ctx.save_for_backward(x, w)
+        return row_forward(x, w, group.name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x, None                                  # (N, C) @ (C, D/tp), (C, N) @ (N, D/tp)
+
+
 class ColumnLinear(Replacement):
     """x, the same on all ranks, (..., C) -> this rank's columns (..., D/tp)."""
 
     def forward(self, x):
-        return F.linear(CopyTo.apply(x, self.group), self.weight, self.bias)       # (..., C) @ (C, D/tp)
+        y = ColumnProduct.apply(x.flatten(0, -2), self.weight, self.group)   # (N, D/tp)
+        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
 
 
 class RowLinear(Replacement):
     """This rank's columns (..., D/tp) -> the sum over ranks (..., C), the same on all of them; the bias added once."""
 
     def forward(self, x):
-        y = ReduceFrom.apply(F.linear(x, self.weight), self.group)                 # (..., D/tp) @ (D/tp, C)
-        return y if self.bias is None else y + self.bias
+        y = RowProduct.apply(x.flatten(0, -2), self.weight, self.group)      # (N, C)
+        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
 
 
 class Applied(nn.Module):
@@ -941,9 +999,9 @@ class Unit:
         else:
             self.own = empty(self.width, dtype=dtype) if copied else self.master
         self.copied, self.padded = copied, shards * self.width
-        self.grad = empty(self.padded if stage < 2 else self.width, dtype=grad_dtype)
+        self.grad, self.grad_dtype = None, grad_dtype      # from a step's first micro-batch to its update
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self.spent, self.shard_grad, self.arriving, self.before = True, None, None, []
+        self.shard_grad, self.arriving, self.before = None, None, []
         self.uses, self.due = 1, 0      # a micro-batch; gradients to come before the sum is complete
 
     def views(self, flat):
@@ -1003,8 +1061,10 @@ class Unit:
         self.release()
         self.due -= 1
         if self.stage < 2:
-            self.add(self.views(self.grad), grads)
-            self.spent = False
+            if self.grad is None:
+                self.grad = self.joined(grads, self.grad_dtype)
+            else:
+                self.add(self.views(self.grad), grads)
             if self.due:
                 return
             self.shard_grad = self.grad[self.start:self.start + self.width]
@@ -1012,23 +1072,29 @@ class Unit:
                     reduce_scatter(self.shard_grad, self.grad, self.group, wait=False))
             self.pending.put(work, lambda: None)
             return
-        joined, piece = (torch.empty(n, dtype=self.dtype, device=self.device) for n in (self.padded, self.width))
-        self.add(self.views(joined), grads, overwrite=True)
-        joined[self.numel:] = 0
+        joined = self.joined(grads, self.dtype)
+        piece = torch.empty(self.width, dtype=self.dtype, device=self.device)
 
         def finish():
             joined.size()                                                    # alive until here
-            self.grad.copy_(piece) if self.spent else self.grad.add_(piece)
-            self.spent, self.shard_grad = False, self.grad
+            self.grad = piece.to(self.grad_dtype) if self.grad is None else self.grad.add_(piece)
+            self.shard_grad = self.grad
         self.pending.put(reduce_scatter(piece, joined, self.group, wait=False), finish)
 
-    def add(self, into, grads, overwrite=False):
-        overwrite = overwrite or self.spent
-        for view, grad in zip(into, grads):
-            if grad is None and overwrite:
+    def joined(self, grads, dtype):
+        """Gradients as one vector, (padded,)."""
+        flat = torch.empty(self.padded, dtype=dtype, device=self.device)
+        flat[self.numel:] = 0
+        views = self.views(flat)
+        for view, grad in zip(views, grads):
+            if grad is None:
                 view.zero_()
+        self.add(views, grads, torch._foreach_copy_)
+        return flat
+
+    def add(self, into, grads, how=torch._foreach_add_):
         into, grads = zip(*[pair for pair in zip(into, grads) if pair[1] is not None])
-        (torch._foreach_copy_ if overwrite else torch._foreach_add_)(into, grads)
+        how(into, grads)
 
     def held(self):
         """What of each parameter lies in this rank's shard: (name, begin and end in the shard, where in the shard the
@@ -1062,8 +1128,8 @@ class Unit:
         self.spread()
 
     def spend(self):
-        """The gradient has served: the next one overwrites it."""
-        self.spent, self.shard_grad = True, None
+        """The gradient has served."""
+        self.grad = self.shard_grad = None
 
     def spread(self):
         """Stages 1 and 2: everyone gets the new weights."""
@@ -1358,7 +1424,7 @@ class Parallel:
         return norm
 
     def forget(self):
-        """The gradient has served: the next one overwrites it."""
+        """The gradient has served."""
         for unit in self.units:
             unit.spend()
 
@@ -1438,11 +1504,12 @@ class Parallel:
             self.scale, self.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
 
     def state_bytes(self):
-        """Bytes of weights, gradients, masters and moments that this rank keeps."""
+        """Bytes of weights, masters and moments that this rank keeps, and of gradients after a backward."""
         kept = {}
         for unit in self.units:
             for x in (unit.full if unit.stage < 3 else unit.own, unit.grad, unit.master, unit.exp_avg, unit.exp_avg_sq):
-                kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                if x is not None:
+                    kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return sum(kept.values())
 
 
@@ -1495,10 +1562,10 @@ def predicted_bytes(engine, T):
     for unit in engine.units:
         gathers = {0: 0, 1: 1, 2: 1, 3: parts if unit in engine.outer else 2 * parts}[unit.stage]      # weights
         if unit.stage == 0:
-            ring("all_reduce", unit.padded, unit.grad.element_size(), unit.group, 2)
+            ring("all_reduce", unit.padded, unit.grad_dtype.itemsize, unit.group, 2)
         else:
             ring("all_gather", unit.padded, size, unit.group, gathers)
-            ring("reduce_scatter", unit.padded, *((unit.grad.element_size(), unit.group) if unit.stage == 1 else
+            ring("reduce_scatter", unit.padded, *((unit.grad_dtype.itemsize, unit.group) if unit.stage == 1 else
                                                   (size, unit.group, parts)))
     if mesh.pp.size > 1:      # activations to the piece after, their gradients to the piece before
         borders = sum((piece < engine.pieces - 1) + (piece > 0) for piece in engine.models)
@@ -1565,6 +1632,7 @@ def show(config, mode, device, steps=4, T=64):
         runs.append((engine, losses, sent, seconds))
     (engine, losses, sent, seconds), (_, want, _, _) = runs
     half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16, "micro_batch": B}))
+    half.backward(*(x.chunk(mesh.data.size)[mesh.data.rank] for x in batches[0]))
     table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
     return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params,
             half.state_bytes() / engine.num_params, max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)

@@ -321,7 +321,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(text, tmp_path):
     process = program(text, tmp_path, "--resume", "--max_steps=6", "--save_every=2",
                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Traceback" not in err and "ckpt.pt can't be written: File too large" in err
+    assert process.returncode == 1 and "Traceback" not in err and "ckpt.pt can't be written: File too large" in err, err
     assert err.count("can't be written") == 2                        # at step 4, after which it goes on, and at the end
     assert hashlib.sha256((tmp_path / "ckpt.pt").read_bytes()).digest() == before
     assert not list(tmp_path.glob("*.part"))
