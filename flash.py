@@ -574,59 +574,90 @@ def torch_attention(q, k, v, causal=True, scale=None, dropout=0.0):
 # one online pass finds the log-sum-exp and another writes the gradient over the logits. They live one chunk of rows
 # at a time, in the model's dtype, and both products of backward are taken while the chunk is there.
 
-def softmax_grad_naive(logits, targets, vocab_size):
-    """Cross-entropy of logits (n, V padded) for targets (n,) int64, each row's (n,), float32; the logits are replaced
-    by its gradient. A row whose target is negative counts for nothing; columns from vocab_size on are padding."""
+def softmax_stats_naive(logits, targets, vocab_size):
+    """Of logits (n, V padded), their columns from vocab_size on padding: log-sum-exp (n,) and logit of the target (n,),
+    both at least float32. For targets (n,) int64 that logit is 0 where negative, NaN from vocab_size on."""
     z = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))          # (n, V)
-    valid, target = targets >= 0, targets.clamp(0, vocab_size - 1)[:, None]  # (n,), (n, 1)
-    lse, z_target = z.logsumexp(1), z.gather(1, target)[:, 0]                # (n,), (n,)
-    z_target = z_target.masked_fill(targets >= vocab_size, math.nan)
-    loss = (lse - z_target).masked_fill(~valid, 0.0)
-    lse = lse.masked_fill(~valid, math.inf)                                  # exp(z - inf) = 0: no gradient
-    at_target = (z_target - lse).exp() - valid.to(z.dtype)                   # (n,): p - 1, before p is rounded
-    logits[:, :vocab_size] = (z - lse[:, None]).exp()                        # (n, V)
-    logits[:, vocab_size:] = 0
-    logits.scatter_(1, target, at_target[:, None].to(logits.dtype))
-    return loss
+    column = F.pad(z, (0, 1)).gather(1, targets.clamp(0, vocab_size)[:, None])[:, 0]         # (n,)
+    return z.logsumexp(1), column.masked_fill(targets < 0, 0.0).masked_fill(targets >= vocab_size, math.nan)
+
+
+def softmax_grad_naive(logits, targets, vocab_size, lse):
+    """Replaces the logits by exp(z - lse) - onehot(target), 0 in the padding: the gradient of lse - z[target]."""
+    z = logits.to(lse.dtype)                                                 # (n, V padded)
+    p = (z - lse[:, None]).exp()
+    p[:, vocab_size:] = 0
+    there = (targets >= 0) & (targets < logits.size(1))
+    p[torch.arange(len(targets), device=p.device), targets * there] -= there.to(p.dtype)      # before p is rounded
+    logits.copy_(p)
 
 
 @jit
-def softmax_grad_kernel(z_ptr, target_ptr, loss_ptr, V, width, BLOCK: tl.constexpr):
-    """One row of `width` logits a program, V of them real. Lanes as in softmax_online_kernel, in base 2."""
+def softmax_grad_kernel(z_ptr, target_ptr, lse_ptr, z_target_ptr, V, width, STATS: tl.constexpr, GRAD: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    """One row of `width` logits a program, V of them real; softmax_stats_naive, softmax_grad_naive, or one after the
+    other, where a negative target makes the whole gradient 0. Lanes as in softmax_online_kernel, in base 2."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     z_ptr += row * width
     target = tl.load(target_ptr + row)
-    there = (target >= 0) & (target < V)
-    z_target = tl.load(z_ptr + tl.where(there, target, 0)).to(tl.float32) * LOG2E      # before anything is replaced
-    z_target = tl.where(target < V, z_target, float("nan"))
-    m, l = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
-    for i in range(0, V, BLOCK):
-        z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
-        m_new = tl.maximum(m, z)
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.exp2(m - safe) + tl.exp2(z - safe)
-        m = m_new
-    top = tl.max(m, 0)
-    lse = top + tl.log2(tl.sum(l * tl.exp2(m - top), 0))
-    tl.store(loss_ptr + row, tl.where(target >= 0, (lse - z_target) / LOG2E, 0.0))
-    lse = tl.where(target >= 0, lse, float("inf"))                           # exp2(z - inf) = 0: no gradient
-    for i in range(0, width, BLOCK):
-        z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
-        p = tl.exp2(z - lse)                                                 # 0 in the padding
-        p = tl.where(i + cols == target, p - 1.0, p)
-        tl.store(z_ptr + i + cols, p.to(z_ptr.dtype.element_ty), mask=i + cols < width)
+    if STATS:
+        there = (target >= 0) & (target < V)
+        z_target = tl.load(z_ptr + target, mask=there, other=0.0).to(tl.float32)      # before anything is replaced
+        tl.store(z_target_ptr + row, tl.where(target < V, z_target, float("nan")))
+        m, l = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+        for i in range(0, V, BLOCK):
+            z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
+            m_new = tl.maximum(m, z)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            l = l * tl.exp2(m - safe) + tl.exp2(z - safe)
+            m = m_new
+        top = tl.max(m, 0)
+        lse = top + tl.log2(tl.sum(l * tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)), 0))
+        tl.store(lse_ptr + row, lse / LOG2E)
+        lse = tl.where(target >= 0, lse, float("inf"))                       # exp2(z - inf) = 0: no gradient
+    else:
+        lse = tl.load(lse_ptr + row) * LOG2E
+    if GRAD:
+        for i in range(0, width, BLOCK):
+            z = tl.load(z_ptr + i + cols, mask=i + cols < V, other=float("-inf")).to(tl.float32) * LOG2E
+            p = tl.exp2(z - lse)                                             # 0 in the padding
+            p = tl.where(i + cols == target, p - 1.0, p)
+            tl.store(z_ptr + i + cols, p.to(z_ptr.dtype.element_ty), mask=i + cols < width)
 
 
-def softmax_grad(logits, targets, vocab_size):
-    """softmax_grad_naive, by the kernel where there is one. logits and targets contiguous."""
-    if not has_kernels(logits):
-        return softmax_grad_naive(logits, targets, vocab_size)
-    loss = logits.new_empty(logits.size(0), dtype=torch.float32)
+def launch_softmax(logits, targets, vocab_size, lse, z_target, stats, grad):
     with torch.cuda.device_of(logits):
-        softmax_grad_kernel[(logits.size(0),)](logits, targets, loss, vocab_size, logits.size(1), BLOCK=4096,
-                                               num_warps=16)
-    return loss
+        softmax_grad_kernel[(logits.size(0),)](logits, targets, lse, z_target, vocab_size, logits.size(1), stats, grad,
+                                               BLOCK=4096, num_warps=16)
+
+
+def softmax_stats(logits, targets, vocab_size):
+    """softmax_stats_naive, by the kernel where there is one. Like the two below: logits and targets contiguous."""
+    if not has_kernels(logits):
+        return softmax_stats_naive(logits, targets, vocab_size)
+    lse, z_target = logits.new_empty(2, logits.size(0), dtype=torch.float32)
+    launch_softmax(logits, targets, vocab_size, lse, z_target, True, False)
+    return lse, z_target
+
+
+def softmax_grad(logits, targets, vocab_size, lse):
+    """softmax_grad_naive, by the kernel where there is one."""
+    if not has_kernels(logits):
+        return softmax_grad_naive(logits, targets, vocab_size, lse)
+    launch_softmax(logits, targets, vocab_size, lse, lse, False, True)
+
+
+def softmax_loss(logits, targets, vocab_size):
+    """Cross-entropy of each row, (n,); the logits are replaced by its gradient. A row whose target is negative counts
+    for nothing. Both of the above; with the kernel in one go, while the row is in the cache."""
+    if has_kernels(logits):
+        lse, z_target = logits.new_empty(2, logits.size(0), dtype=torch.float32)
+        launch_softmax(logits, targets, vocab_size, lse, z_target, True, True)
+    else:
+        lse, z_target = softmax_stats_naive(logits, targets, vocab_size)
+        softmax_grad_naive(logits, targets, vocab_size, lse.masked_fill(targets < 0, math.inf))
+    return (lse - z_target).masked_fill(targets < 0, 0.0)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -648,7 +679,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         for i in range(0, x.size(0), rows):
             chunk = x[i:i + rows]                                            # (n, C)
             logits = chunk @ w.t()                                           # (n, C) @ (C, V) -> (n, V)
-            loss += softmax_grad(logits, targets[i:i + rows], vocab_size).sum()
+            loss += softmax_loss(logits, targets[i:i + rows], vocab_size).sum()
             if with_grad:
                 torch.mm(logits, w, out=dx[i:i + rows])                      # now a gradient: (n, V) @ (V, C) -> (n, C)
                 dw += logits.t() @ chunk                                     # (V, n) @ (n, C) -> (V, C)

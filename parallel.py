@@ -42,8 +42,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from flash import operator
+from flash import LinearCrossEntropy, operator, softmax_grad, softmax_stats
 from model import GPT, GPTConfig, UserError, derive, initial, is_matrix
 
 # --------------------------------------------------------------------------------------------------------------
@@ -604,45 +605,51 @@ class VocabEmbedding(Replacement):
 
 
 class VocabCrossEntropy(torch.autograd.Function):
-    """flash.LinearCrossEntropy with the vocabulary's rows w (V/tp, C) cut over the ranks: the softmax of parts, merged.
+    """flash.LinearCrossEntropy with the vocabulary's rows w (V/tp, C) cut over the ranks: the softmax of parts, merged
+    by their log-sum-exp, three numbers a token.
 
     forward: x (N, C), the same on all ranks -> summed loss, the same on all / backward: gradients of x and w's rows."""
 
-    chunk_bytes = 2 ** 28      # of local logits in float32
-
     @staticmethod
-    def forward(ctx, x, w, targets, vocab_size, group):
+    def forward(ctx, x, w, targets, vocab_size, with_grad, group):
         wide = torch.promote_types(x.dtype, torch.float32)
         first = group.rank * w.size(0)                                       # the id of w's first row
-        padding = torch.arange(first, first + w.size(0), device=w.device) >= vocab_size      # (V/tp,)
-        rows = max(1, VocabCrossEntropy.chunk_bytes // (w.size(0) * wide.itemsize))
-        loss = torch.zeros((), dtype=wide, device=x.device)
+        real = min(max(vocab_size - first, 0), w.size(0))                    # rows that aren't padding
+        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
+        loss, works = torch.zeros((), dtype=wide, device=x.device), []
         dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=wide)
         for i in range(0, x.size(0), rows):
             chunk, target = x[i:i + rows], targets[i:i + rows]               # (n, C), (n,)
-            z = (chunk @ w.t()).to(wide).masked_fill(padding, -math.inf)     # (n, V/tp)
-            m = z.amax(1)                                                    # (n,): -inf where all is padding
+            mine = torch.where((target >= first) & (target < first + w.size(0)), target - first, -1)
+            z = chunk @ w.t()                                                # (n, V/tp)
+            lse, z_target = softmax_stats(z, mine, real)                     # (n,), (n,): of our columns
+            m = lse.clone()
             all_reduce(m, group, "max")
-            mine = (target >= first) & (target < first + w.size(0))          # (n,): whose target is a row of ours
-            row = (target - first).clamp(0, w.size(0) - 1)[:, None]          # (n, 1)
-            at_target = torch.where(mine, z.gather(1, row)[:, 0], 0.0)       # (n,)
-            sums = torch.stack([(z - m[:, None]).exp().sum(1), at_target])   # (2, n)
+            sums = torch.stack([(lse - m).exp(), z_target])                  # (2, n)
             all_reduce(sums, group)
-            lse = m + sums[0].log()
-            loss += ((lse - sums[1]) * (target >= 0)).sum()
-            z = (z - lse[:, None]).exp_()                                    # p
-            z.scatter_add_(1, row, -mine.to(wide)[:, None])                  # p - onehot
-            z = (z * (target >= 0)[:, None]).to(x.dtype)
-            dx[i:i + rows] = z @ w                                           # (n, V/tp) @ (V/tp, C)
-            dw += z.t() @ chunk                                              # (V/tp, n) @ (n, C)
-        all_reduce(dx, group)
+            lse = m + sums[0].log()                                          # of all columns
+            loss += (lse - sums[1]).masked_fill(target < 0, 0.0).masked_fill(target >= vocab_size, math.nan).sum()
+            if with_grad:
+                softmax_grad(z, mine, real, lse.masked_fill(target < 0, math.inf))
+                torch.mm(z, w, out=dx[i:i + rows])                           # (n, V/tp) @ (V/tp, C)
+                works.append(all_reduce(dx[i:i + rows], group, wait=False))
+                dw += z.t() @ chunk                                          # (V/tp, n) @ (n, C)
+        for work in works:
+            work.wait()
         ctx.save_for_backward(dx, dw.to(w.dtype))
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return dx * grad, dw * grad, None, None, None
+        return dx * grad, dw * grad, None, None, None, None
+
+
+def vocab_cross_entropy(x, w, targets, vocab_size, group):
+    """flash.linear_cross_entropy with the rows of w cut over the group."""
+    with_grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    return VocabCrossEntropy.apply(x, w, targets.contiguous(), vocab_size, with_grad, group)
 
 
 class ShardedAttention(nn.Module):
@@ -680,7 +687,7 @@ def tensor_parallel(model, group):
             mlp.fc, mlp.proj = ColumnLinear(mlp.fc, group), RowLinear(mlp.proj, group)
     if model.first or model.last:
         model.wte = VocabEmbedding(model.wte, group)
-    model.cross_entropy = lambda *args: VocabCrossEntropy.apply(*args, group)
+    model.cross_entropy = partial(vocab_cross_entropy, group=group)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1197,12 +1204,34 @@ class Shell(nn.Module):
             return self.block(x, attend)
 
 
+class Replay:
+    """A function of GPU tensors that returns such. Once captured, each call replays its kernels as one CUDA graph: the
+    host launches a step's thousands of kernels, collectives among them, in one go and can't fall behind the GPU. Until
+    then, and on a CPU, it's the function. `pool` is memory that several share: while one runs the others are done."""
+
+    def __init__(self, function, pool):
+        self.function, self.pool, self.graph = function, pool, None
+
+    def capture(self, *inputs):
+        self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+            self.outputs = self.function(*self.inputs)
+
+    def __call__(self, *inputs):
+        if self.graph is None:
+            return self.function(*inputs)
+        for mine, x in zip(self.inputs, inputs):
+            mine.copy_(x)
+        self.graph.replay()
+        return [x.clone() for x in self.outputs]
+
+
 class Parallel:
     """A GPT on a mesh, with the optimizer that trains it. The numbers are those of one process on any mesh.
 
     config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of
-    all ranks), micro_batch (sequences that a rank runs at once), beta1, beta2, weight_decay, grad_clip, attention,
-    compile and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
+    all ranks), micro_batch (sequences that a rank runs at once), schedule and chunks (pieces a stage), beta1, beta2,
+    weight_decay, grad_clip, attention, compile, graph (on a GPU: replay the step from its fourth time on) and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
 
     float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
     divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double it."""
@@ -1214,7 +1243,7 @@ class Parallel:
         self.shapes = {name: p.shape for name, p in whole.named_parameters()}
         self.num_params, self.counts = whole.num_params(), None
         P, s = mesh.pp.size, mesh.pp.rank
-        self.pieces = P * getattr(args, "chunks", 1)                         # piece i lives on stage i % P
+        self.pieces = P * args.chunks                                        # piece i lives on stage i % P
         self.layers = [range(part[0], part[-1] + 1) for part in np.array_split(range(config.n_layer), self.pieces)]
         self.models = {i: GPT(config, self.layers[i], seed=None, attention=args.attention, device="meta")
                        for i in range(s, self.pieces, P)}
@@ -1254,7 +1283,9 @@ class Parallel:
             self.outer += unit([name for name in rest if name != "wte.weight"], mesh.data)
         self.units += self.outer
         self.local, self.sending = defaultdict(deque), []
-        self.update = torch.compile(adamw) if args.compile else adamw
+        self.adamw = torch.compile(adamw) if args.compile else adamw
+        pool = torch.cuda.graph_pool_handle() if args.graph else None
+        self.gradient, self.update, self.calls = Replay(self.find_gradient, pool), Replay(self.apply_gradient, pool), 0
         self.updates, self.scaled = 0, dtype == torch.float16
         self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
         self.fill("master", start["model"].get if start else
@@ -1295,7 +1326,8 @@ class Parallel:
         group = self.mesh.channels[op, me, to]
         x = x.contiguous()
         LEDGER["send"] += x.numel() * x.element_size()
-        self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
         self.sending.append((dist.isend(x, self.mesh.pp.ranks[to], group.process_group), x))
 
     def receive(self, op, piece, rows, T):
@@ -1353,7 +1385,7 @@ class Parallel:
         parts = list(zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch)))
         for unit in self.units:
             unit.due = unit.uses * len(parts)
-        schedule = SCHEDULES[getattr(self.args, "schedule", "1f1b")](getattr(self.args, "chunks", 1))
+        schedule = SCHEDULES[self.args.schedule](self.args.chunks)
         loss = self.execute(schedule(self.mesh.pp.rank, self.mesh.pp.size, len(parts)), parts, total)
         self.sent()
         self.pending.drain()
@@ -1407,21 +1439,63 @@ class Parallel:
         all_reduce(total, self.mesh.world)
         return total.sqrt() / self.scale
 
+    def find_gradient(self, idx, targets):
+        """-> this rank's part of the loss, the norm of the whole gradient, what the experts were given."""
+        loss = self.backward(idx, targets)
+        return loss, self.grad_norm(), loss.new_empty(0) if self.counts is None else self.counts
+
+    def apply_gradient(self, norm, rates):
+        """AdamW on all units, the gradient clipped to norm grad_clip. rates: those of `finish`."""
+        args, (lr, correction1, correction2, scale) = self.args, rates.unbind()
+        clip = (args.grad_clip / norm).clamp(max=1.0) if args.grad_clip > 0 else torch.ones_like(norm)
+        for unit in self.units:
+            unit.step(self.adamw, args.weight_decay, clip / scale, lr, args.beta1, args.beta2, correction1, correction2)
+        if self.args.graph:      # nothing may be under way when a graph ends
+            self.settle()
+        return ()
+
+    def settle(self):
+        for unit in self.units:
+            unit.settle()
+
+    def train_step(self, idx, targets, lr):
+        """backward and step, on the GPU as two CUDA graphs once all is compiled and all communicators are open.
+        -> this rank's part of the loss and the gradient's norm before clipping, scalars on the device: nothing here
+        waits for the GPU but float16's look at overflow."""
+        self.calls += 1
+        if self.args.graph and self.calls == 4:
+            self.settle()
+            torch.cuda.empty_cache()      # what the first steps took: the graphs have memory of their own
+            self.gradient.capture(idx, targets)
+            self.update.capture(self.gradient.outputs[1], self.rates(lr))
+            self.forget()
+        loss, norm, counts = self.gradient(idx, targets)
+        self.counts = counts if counts.numel() else None
+        self.finish(norm, lr)
+        return loss, norm
+
     def step(self, lr):
-        """One AdamW step with the accumulated gradient, clipped to norm grad_clip. Returns the norm before clipping, a
-        scalar on the device: nothing here waits for the GPU but float16's look at overflow."""
-        norm, args = self.grad_norm(), self.args
-        scale = self.scale
-        if self.update_scale(norm):
-            self.updates += 1
-            clip = (args.grad_clip / norm).clamp(max=1.0) if args.grad_clip > 0 else torch.ones_like(norm)
-            changing = lr, 1 - args.beta1 ** self.updates, 1 - args.beta2 ** self.updates
-            # as tensors: the compiled step would take Python's numbers for constants
-            lr, *corrections = (torch.tensor(x, dtype=torch.float64) for x in changing)
-            for unit in self.units:
-                unit.step(self.update, args.weight_decay, clip / scale, lr, args.beta1, args.beta2, *corrections)
-        self.forget()
+        """One AdamW step with the accumulated gradient. Returns its norm before clipping, a scalar on the device."""
+        norm = self.grad_norm()
+        self.finish(norm, lr)
         return norm
+
+    def rates(self, lr):
+        """What differs from step to step, (4,) float64 on the device, where a graph finds it: the learning rate, Adam's
+        corrections 1 - beta^t, the scale of the loss."""
+        args, t = self.args, self.updates
+        x = torch.tensor([lr, 1 - args.beta1 ** t, 1 - args.beta2 ** t, self.scale], dtype=torch.float64)
+        return x.to(self.mesh.device, non_blocking=True)
+
+    def finish(self, norm, lr):
+        """Takes the step, unless float16's gradient overflowed."""
+        self.updates += 1
+        rates = self.rates(lr)
+        if self.update_scale(norm):
+            self.update(norm, rates)
+        else:
+            self.updates -= 1
+        self.forget()
 
     def forget(self):
         """The gradient has served."""
@@ -1608,7 +1682,7 @@ def show(config, mode, device, steps=4, T=64):
     B = 4 * mesh.world.size
     args = argparse.Namespace(device=device, dtype=torch.float32, zero=mode.get("zero", 0), batch_size=B, beta1=0.9,
                               beta2=0.95, weight_decay=0.1, grad_clip=1.0, attention="auto", compile=False, seed=1,
-                              micro_batch=4)
+                              micro_batch=4, schedule="1f1b", chunks=1, graph=False)
     g = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, config.vocab_size, (2, B, T), generator=g).to(device) for _ in range(steps)]
     runs = []

@@ -157,6 +157,8 @@ def options():
                    "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, flash on CUDA)")
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
                    "faster (default: on for CUDA where there is Triton)")
+    g.add_argument("--graph", action=yes_no, help="replay the training step as a CUDA graph, so that the GPU never waits "
+                   "for Python (default: on for CUDA, but not with float16, nor with dropout under --tp)")
     return p
 
 
@@ -206,6 +208,10 @@ def parse(argv=None):
     args.dtype = pick_dtype(args.dtype, args.device)
     if args.compile is None:      # on CUDA torch.compile needs Triton
         args.compile = args.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    can = args.device.type == "cuda" and args.dtype != torch.float16 and not (args.tp > 1 and args.dropout)
+    if args.graph and not can:
+        raise UserError("--graph needs a CUDA device, and neither float16 nor dropout under --tp")
+    args.graph = can if args.graph is None else args.graph
     return args, start
 
 
@@ -648,8 +654,8 @@ def build(args, config, mesh, start):
 def check_health(engine, batch, step):
     """Raises Diverged if the model, as it is after `step`, has no finite loss and gradient on its next batch: a run
     could not go on from a checkpoint of it. The batch is taken again when it's due."""
-    loss = engine.backward(*batch) / engine.copies
-    norm = engine.grad_norm()
+    loss, norm, _ = engine.gradient(*batch)
+    loss = loss / engine.copies
     engine.forget()
     all_reduce(loss, engine.mesh.world)
     if not loss.isfinite() or not (norm.isfinite() or engine.scaled):
@@ -696,8 +702,7 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
             while step < args.max_steps and not progress.stopping:
                 torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank + mesh.data.size * mesh.pp.rank))
                 lr = learning_rate(step, args)
-                loss = engine.backward(*ahead)
-                norm = engine.step(lr)
+                loss, norm = engine.train_step(*ahead, lr)
                 step += 1
                 progress.push({"step": step, "lr": lr}, loss, norm, stop.number is not None)
                 ahead = batch()                                              # while the device works

@@ -14,7 +14,8 @@ from conftest import DEVICE
 import flash
 from flash import (LinearCrossEntropy, RecomputedMLP, attention_naive, attention_tiled, flash_attention, launch_backward,
                    launch_forward, linear_cross_entropy, matmul_tiled, merge, packed_flash_attention, softmax_grad,
-                   softmax_grad_naive, softmax_online, softmax_rows, softmax_safe, torch_attention)
+                   softmax_loss, softmax_online, softmax_rows, softmax_safe, softmax_stats,
+                   torch_attention)
 
 ROOT = Path(__file__).parent.parent
 CUDA = DEVICE == "cuda"
@@ -325,27 +326,38 @@ def test_what_cannot_work_is_said():
 
 # ---- 5: the loss ------------------------------------------------------------------------------------------------
 
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=needs_triton) for dtype in DTYPES] + [torch.float64])
 @pytest.mark.parametrize("n,V,width", [(1, 1, 64), (9, 65, 128), (5, 50257, 50304), (7, 4096, 4096), (3, 4097, 4160)])
-def test_softmax_grad_kernel(n, V, width, dtype):
+def test_softmax_loss(n, V, width, dtype):
+    """Against torch's cross-entropy; and its parts, those of two ranks each with half of the columns, merged."""
     logits = (torch.randn(n, width, device=DEVICE) * 3).to(dtype)
     targets = torch.randint(0, V, (n,), device=DEVICE)
     targets[n // 2] = -1
-    want = logits.double()
-    loss_want = softmax_grad_naive(want, targets, V)
-    loss = softmax_grad(logits, targets, V)
-    assert (loss - loss_want).abs().max() < 1e-5
-    assert (logits.double() - want).abs().max() < {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
-    assert logits[n // 2].abs().max() == 0 and (V == width or logits[:, V:].abs().max() == 0)
+    z = logits[:, :V].double().requires_grad_()
+    loss_want = F.cross_entropy(z, targets, ignore_index=-1, reduction="none")
+    loss_want.sum().backward()
+    want = F.pad(z.grad, (0, width - V))
+    half = width // 2
+    parts = [(part.contiguous(), torch.where((targets >= at) & (targets < at + half), targets - at, -1),
+              min(max(V - at, 0), half)) for part, at in ((logits[:, :half], 0), (logits[:, half:], half))]
+    stats = [softmax_stats(*part) for part in parts]
+    lse = torch.stack([lse for lse, _ in stats]).logsumexp(0)
+    merged = (lse - sum(z for _, z in stats)).masked_fill(targets < 0, 0.0)
+    for part in parts:
+        softmax_grad(*part, lse.masked_fill(targets < 0, math.inf))
+    loss = softmax_loss(logits, targets, V)
+    error = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    for found, grad in ((loss, logits), (merged, torch.cat([part[0] for part in parts], 1))):
+        assert (found - loss_want).abs().max() < (1e-12 if dtype == torch.float64 else 1e-5)
+        assert (grad.double() - want).abs().max() < error
+        assert grad[n // 2].abs().max() == 0 and (V == width or grad[:, V:].abs().max() == 0)
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=needs_triton)])
-def test_a_confident_prediction_keeps_its_small_gradient(kernel):
+def test_a_confident_prediction_keeps_its_small_gradient():
     """p = 0.9995 is 1 in bfloat16, but p - 1 is not 0."""
     logits = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     logits[0, 3] = 11.75
-    (softmax_grad if kernel else softmax_grad_naive)(logits, torch.tensor([3], device=DEVICE), 64)
+    softmax_loss(logits, torch.tensor([3], device=DEVICE), 64)
     p = 1 / (1 + 63 * math.exp(-11.75))
     assert abs(logits[0, 3].item() / (p - 1) - 1) < 0.01
 

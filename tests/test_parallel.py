@@ -35,7 +35,7 @@ from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce
 ROOT = Path(__file__).parent.parent
 ODD = dict(vocab_size=65, block_size=8, n_layer=4, n_embd=36)
 OPTIONS = dict(device=torch.device("cpu"), beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, attention="auto",
-               compile=False, seed=5, batch_size=12)
+               compile=False, seed=5, batch_size=12, schedule="1f1b", chunks=1, graph=False)
 MODES = {2: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=2), dict(tp=2, zero=3), dict(ep=2), dict(ep=2, top_k=2),
              dict(ep=2, zero=3), dict(pp=2), dict(pp=2, schedule="gpipe", zero=3), dict(pp=2, ep=1, zero=1)],
          3: [dict(pp=3), dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=3)],
