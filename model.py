@@ -70,6 +70,7 @@ class GPTConfig:
     top_k: int = 1            # experts a token is sent to: 1 as in Switch, 2 as in GShard
     capacity_factor: float = 1.25    # room for a sequence's tokens at an expert, in terms of an even share; in training
     aux_weight: float = 0.01  # of the loss that keeps the experts evenly used
+    tied: bool = True         # the head's matrix is the embedding's; False: it has its own
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -346,7 +347,8 @@ class GPT(nn.Module):
     """A GPT, or the pipeline stage of one that holds `layers` (a range; None means all of them).
 
     A stage has the positions `wpe` only if it holds layer 0 and the final norm `ln_f` only if it holds the last.
-    The embedding `wte` is also the head's matrix (tied), so first and last stage both have it, under one name.
+    The embedding `wte` is also the head's matrix if config.tied, so that first and last stage both have it, under one
+    name; else the last has a `head`.
     Blocks are named by their number in the whole model: a parameter's name is the same on every stage.
     `seed` fixes the initial weights; None leaves them unset, for a caller that loads some. `attention`, a key of
     ATTENTION, is what computes it without an `attend`.
@@ -363,13 +365,15 @@ class GPT(nn.Module):
         self.first, self.last = 0 in self.layers, config.n_layer - 1 in self.layers
         self.aux = self.counts = None
         with torch.device("meta"):        # shapes only: reset() below gives the values
-            if self.first or self.last:
+            if self.first or self.last and config.tied:
                 self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
             if self.first:
                 self.wpe = nn.Embedding(config.block_size, config.n_embd)
             self.blocks = nn.ModuleDict({str(i): Block(config, i, attention) for i in self.layers})
             if self.last:
                 self.ln_f = LayerNorm(config.n_embd, config.bias)
+                if not config.tied:
+                    self.head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
         self.cross_entropy = linear_cross_entropy
         if device != "meta":
             self.to_empty(device=device)
@@ -381,6 +385,11 @@ class GPT(nn.Module):
         """The initial weights, each by `initial`."""
         for name, p in self.named_parameters():
             p.copy_(initial(self.config, name, p.shape, seed))
+
+    @property
+    def table(self):
+        """The head's matrix, (V padded, C)."""
+        return self.wte.weight if self.config.tied else self.head.weight
 
     def trunk(self, x, pos=None, attend=None):
         """Everything but the head. x: idx (B, T) int64 on the first stage, activations (B, T, C) on a later one.
@@ -408,7 +417,7 @@ class GPT(nn.Module):
     def forward(self, x, pos=None, attend=None):
         """idx (B, T) int64 -> logits (B, T, V); a stage without the head returns its activations (B, T, C)."""
         x = self.trunk(x, pos, attend)
-        return F.linear(x, self.wte.weight)[..., :self.config.vocab_size] if self.last else x
+        return F.linear(x, self.table)[..., :self.config.vocab_size] if self.last else x
 
     def loss(self, x, targets, total=None, pos=None, attend=None):
         """Mean cross-entropy in nats, in training plus the experts' balancing loss; a float32 scalar (float64 for a
@@ -425,7 +434,7 @@ class GPT(nn.Module):
         x = self.trunk(x, pos, attend)                                       # (B, T, C)
         if total is None:
             total = (targets >= 0).sum().clamp(min=1)
-        loss = self.cross_entropy(x.reshape(-1, x.size(-1)), self.wte.weight, targets.reshape(-1),
+        loss = self.cross_entropy(x.reshape(-1, x.size(-1)), self.table, targets.reshape(-1),
                                   self.config.vocab_size)                    # of (B*T, C) and (B*T,)
         balance = self.balance(targets)
         return (loss if balance is None else loss + balance) / total
@@ -467,7 +476,7 @@ class GPT(nn.Module):
                 if context.size(1) > self.config.block_size:
                     context = context[:, -max(1, self.config.block_size // 2):]
                 x = self.trunk(context)[:, -1]                               # (B, T, C) -> (B, C)
-                logits = F.linear(x, self.wte.weight)[:, :self.config.vocab_size]          # (B, V)
+                logits = F.linear(x, self.table)[:, :self.config.vocab_size]          # (B, V)
                 if not logits.isfinite().all():
                     raise UserError("the model's logits are not numbers: its training diverged")
                 probs = distribution(logits, temperature, top_k, top_p)      # (B, V)
@@ -482,7 +491,8 @@ class GPT(nn.Module):
     def num_params(self):
         """Parameters held here: the tied matrix counted once, its padding not at all. GPT-2 small: 124,439,808."""
         padding = (self.config.padded_vocab - self.config.vocab_size) * self.config.n_embd
-        return sum(p.numel() for p in self.parameters()) - (padding if self.first or self.last else 0)
+        tables = sum(name in ("wte.weight", "head.weight") for name, _ in self.named_parameters())
+        return sum(p.numel() for p in self.parameters()) - padding * tables
 
 
 def is_matrix(name, p):
@@ -502,8 +512,8 @@ def initial(config, name, shape, seed):
     std = 0.01 if name == "wpe.weight" else 0.02
     if name.endswith(("proj.weight", "proj_weight")):
         std /= math.sqrt(2 * config.n_layer)
-    rows = config.vocab_size if name == "wte.weight" else shape[0]
-    p = torch.zeros(shape)                                                   # the padded rows of wte stay zero
+    rows = config.vocab_size if name in ("wte.weight", "head.weight") else shape[0]
+    p = torch.zeros(shape)                                                   # the padded rows stay zero
     p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
     return p
 

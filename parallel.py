@@ -5,8 +5,8 @@ holds twice can be cut too. Each cut is a few lines once two things are there: a
 and a handful of collectives, through which everything goes and which count their bytes.
 
     0  mesh and collectives     3  pipeline: schedules, their simulator and planners
-    1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
-    2  tensor                   6  expert
+    1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more; the engine
+    2  tensor                   5  token          6  expert
 
 Papers: ring all-reduce (Patarasu & Yuan 2009); Megatron-LM (Shoeybi et al. 2019, 1909.08053); ZeRO (Rajbhandari et al.
 2020, 1910.02054); GPipe (Huang et al. 2019, 1811.06965); PipeDream (Narayanan et al. 2019, SOSP); Megatron-LM's
@@ -19,9 +19,8 @@ interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 20
     torchrun --nproc_per_node=4 train.py --preset=cpu --tp=2 --zero=3   and in use
 
 NCCL on GPUs, gloo elsewhere: a laptop runs all of it. One process is a mesh of size one, on the same path.
-What it can't do yet: run PipeDream's and TeraPipe's schedules, which are drawn only. What it can't do: cut the
-sequence (no sequence parallelism between the tensor-parallel regions), receive while it computes, save without a rank
-that can hold the whole model in the host's memory.
+What it can't do: cut the sequence between the tensor-parallel regions (sequence parallelism), replicate one stage of a
+pipeline more than another, save without a rank that can hold the whole model in the host's memory.
 """
 
 import argparse
@@ -32,7 +31,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -43,8 +42,10 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from flash import LinearCrossEntropy, operator, softmax_grad, softmax_stats
+from flash import (LinearCrossEntropy, attention_naive, flash_attention, operator, softmax_grad, softmax_stats,
+                   torch_attention)
 from model import GPT, GPTConfig, UserError, derive, initial, is_matrix
 
 # --------------------------------------------------------------------------------------------------------------
@@ -86,8 +87,9 @@ TIMEOUT = timedelta(minutes=10)      # to wait for another process before it cou
 
 class Mesh:
     """The groups of this rank: dp, ep, pp, tp along the axes; `data` (dp and ep together: those that see different
-    tokens); `tied` (data, on the first and the last stage: those that hold the embedding); `world`. And a channel for
-    each (direction, sender, receiver) among the stages, so that messages of one never wait for those of another.
+    tokens); `stage` (those that have the same layers); `tied` (data, on the first and the last stage: those that hold
+    the embedding); `world`. And a channel for each (direction, sender, receiver) among the stages, so that messages of
+    one never wait for those of another.
     Sizes must multiply to the world's size; ValueError otherwise. device: of this rank."""
 
     def __init__(self, device=torch.device("cpu"), ep=1, pp=1, tp=1):
@@ -95,7 +97,8 @@ class Mesh:
         if world % (ep * pp * tp):
             raise ValueError(f"{world} ranks can't be laid out with ep={ep}, pp={pp}, tp={tp}")
         self.device, grid = device, np.arange(world).reshape(-1, ep, pp, tp)
-        axes = {"dp": (0,), "ep": (1,), "pp": (2,), "tp": (3,), "data": (0, 1), "world": (0, 1, 2, 3)}
+        axes = {"dp": (0,), "ep": (1,), "pp": (2,), "tp": (3,), "data": (0, 1), "stage": (0, 1, 3),
+                "world": (0, 1, 2, 3)}
         for name, along in axes.items():
             last = np.moveaxis(grid, along, range(4 - len(along), 4))        # the axes that vary within a group
             rows = last.reshape(-1, int(np.prod([grid.shape[axis] for axis in along])))
@@ -112,7 +115,9 @@ class Mesh:
     def alone(cls, device):
         """The mesh of this process alone, whoever else there is."""
         mesh = cls.__new__(cls)
-        mesh.device, mesh.dp, mesh.ep, mesh.pp, mesh.tp, mesh.data, mesh.tied, mesh.world = device, *[ALONE] * 7
+        mesh.device = device
+        for name in ("dp", "ep", "pp", "tp", "data", "stage", "tied", "world"):
+            setattr(mesh, name, ALONE)
         return mesh
 
     def __str__(self):
@@ -131,12 +136,17 @@ class Mesh:
         return int(x)
 
 
+def urgent():
+    """On NCCL: what is sent goes before what is computed, since others wait for it."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend() == "nccl" else None
+
+
 def new_group(rows):
     """The group of this rank among `rows`, which every rank gives alike."""
     mine = ALONE
     for ranks in rows:
         if len(ranks) > 1:
-            process_group = dist.new_group(ranks, timeout=TIMEOUT)           # all ranks take part, in the same order
+            process_group = dist.new_group(ranks, timeout=TIMEOUT, pg_options=urgent())      # all take part, in order
             if dist.get_rank() in ranks:
                 mine = Group(tuple(ranks), process_group)
     GROUPS[mine.name] = mine
@@ -287,7 +297,18 @@ def check_layout(config, ep, pieces, tp, whose=""):
 
 # What each rank sends, in bytes, by kind: a ring of N passes (N - 1) / N of the data for each of gather, scatter and
 # exchange, and twice that for an all-reduce, which is a reduce-scatter and an all-gather.
-LEDGER = Counter()
+class Ledger(Counter):
+    """Bytes by kind. `launched`: while a list, it gets (moment, kind, bytes) of each."""
+
+    launched = None
+
+    def note(self, kind, n):
+        self[kind] += n
+        if self.launched is not None:
+            self.launched.append((time.perf_counter(), kind, n))
+
+
+LEDGER = Ledger()
 
 
 def check(kind, x):
@@ -297,7 +318,7 @@ def check(kind, x):
 
 def count(kind, x, group, rounds=1):
     check(kind, x)
-    LEDGER[kind] += rounds * x.numel() * x.element_size() * (group.size - 1) // group.size
+    LEDGER.note(kind, rounds * x.numel() * x.element_size() * (group.size - 1) // group.size)
 
 
 # newer names of the same, where torch has them
@@ -483,7 +504,7 @@ CUTS = [(r"attn\.qkv\.(weight|bias)$", Cut("tp", 0, 3)),      # q, k and v each 
         (r"attn\.proj\.weight$", Cut("tp", 1)),
         (r"mlp\.fc\.(weight|bias)$", Cut("tp", 0)),
         (r"mlp\.proj\.weight$", Cut("tp", 1)),
-        (r"^wte\.weight$", Cut("tp", 0)),
+        (r"^(wte|head)\.weight$", Cut("tp", 0)),
         (r"experts\.", Cut("ep", 0)),
         (r"experts\.fc_weight$", Cut("tp", 2)),
         (r"experts\.fc_bias$", Cut("tp", 1)),
@@ -513,9 +534,20 @@ class Replacement(nn.Module):
 # f and g each stand beside a product, so that most of what they send can travel while the product is computed: the
 # gradient of x while that of A is; the first rows of y while the others are.
 
+PAUSE = 10_000      # clock cycles, some 6 us
+
+
+def make_way(x):
+    """Lets the GPU idle for a moment. A product takes all multiprocessors until it's done: what was to travel meanwhile
+    would wait for it, if it had not begun."""
+    if x.is_cuda:
+        torch.cuda._sleep(PAUSE)
+
+
 def column_grads(grad, x, w, group):
     dx = grad @ w                                                            # (N, D/tp) @ (D/tp, C)
     work = all_reduce(dx, GROUPS[group], wait=False)
+    make_way(x)
     dw = grad.t() @ x                                                        # (D/tp, N) @ (N, C)
     work.wait()
     return dx, dw
@@ -526,6 +558,8 @@ def row_sum(x, w, group):
     halves = 2 if y.numel() * y.element_size() >= 2 ** 23 else 1      # a short message is all latency
     works = []
     for rows, out in zip(x.chunk(halves), y.chunk(halves)):
+        if works:
+            make_way(x)
         torch.mm(rows, w.t(), out=out)                                       # (N/2, D/tp) @ (D/tp, C)
         works.append(all_reduce(out, GROUPS[group], wait=False))
     for work in works:
@@ -685,7 +719,7 @@ def tensor_parallel(model, group):
             mlp.experts.f, mlp.experts.g = Applied(CopyTo, group), Applied(ReduceFrom, group)
         else:
             mlp.fc, mlp.proj = ColumnLinear(mlp.fc, group), RowLinear(mlp.proj, group)
-    if model.first or model.last:
+    if hasattr(model, "wte"):
         model.wte = VocabEmbedding(model.wte, group)
     model.cross_entropy = partial(vocab_cross_entropy, group=group)
 
@@ -723,9 +757,11 @@ def weave(forwards, backwards, warm):
     return forwards[:warm] + [action for pair in pairs for action in pair] + backwards[len(forwards) - warm:]
 
 
-def both(s, M):
-    """The forwards and the backwards of M micro-batches on a rank with one piece."""
-    return [Action("F", m, s) for m in range(M)], [Action("B", m, s) for m in range(M)]
+def both(s, M, slices=1):
+    """The forwards and the backwards of M micro-batches on a rank with one piece. Backward takes the slices of a
+    sequence in reverse, since earlier slices' keys and values get gradients from later ones."""
+    return ([Action("F", m, s, i) for m in range(M) for i in range(slices)],
+            [Action("B", m, s, i) for m in range(M) for i in reversed(range(slices))])
 
 
 def naive(s, P, M):
@@ -738,9 +774,10 @@ def gpipe(s, P, M):
     return weave(*both(s, M), M)
 
 
-def one_f_one_b(s, P, M):
-    """1F1B with a flush, PipeDream-flush. Narayanan et al. 2021, 2006.09503."""
-    return weave(*both(s, M), min(M, P - 1 - s))
+def one_f_one_b(s, P, M, slices=1):
+    """1F1B with a flush, PipeDream-flush. Narayanan et al. 2021, 2006.09503. With slices it's TeraPipe that begins
+    backward as soon as the first sequence is through: the same bubble, P - s + slices - 1 activations held."""
+    return weave(*both(s, M, slices), min(M * slices, P - 1 - s + slices - 1))
 
 
 def interleaved(s, P, M, v):
@@ -759,16 +796,15 @@ def pipedream(s, P, M):
 
 
 def terapipe(s, P, M, slices):
-    """GPipe over the token slices of each sequence; backward takes them in reverse, since earlier slices' keys and
-    values get gradients from later ones. Li et al. 2021, 2102.07988."""
-    forwards = [Action("F", m, s, i) for m in range(M) for i in range(slices)]
-    backwards = [Action("B", m, s, i) for m in range(M) for i in reversed(range(slices))]
-    return weave(forwards, backwards, M * slices)
+    """GPipe over the token slices of each sequence. Li et al. 2021, 2102.07988."""
+    return weave(*both(s, M, slices), M * slices)
 
 
-# what --schedule chooses from: number of pieces a rank -> schedule(s, P, M)
-SCHEDULES = {"gpipe": lambda chunks: gpipe, "1f1b": lambda chunks: one_f_one_b,
-             "interleaved": lambda chunks: partial(interleaved, v=chunks)}
+# what --schedule chooses from: (pieces a rank, slices) -> schedule(s, P, M)
+SCHEDULES = {"gpipe": lambda chunks, slices: partial(terapipe, slices=slices),
+             "1f1b": lambda chunks, slices: partial(one_f_one_b, slices=slices),
+             "interleaved": lambda chunks, slices: partial(interleaved, v=chunks),
+             "pipedream": lambda chunks, slices: pipedream}
 
 
 def channels(schedules):
@@ -827,7 +863,7 @@ class Timeline:
 
     def __init__(self, rows):
         self.rows = rows
-        self.span = max(row[-1][1] for row in rows)
+        self.span = max(row[-1][1] for row in rows) - min(row[0][0] for row in rows)
 
     @property
     def bubble(self):
@@ -853,6 +889,15 @@ class Timeline:
                 version += 1
             most = max(most, len({*used.values(), version}))
         return most
+
+    def trace(self, launches=()):
+        """As Chrome's trace format, for Perfetto, a row a rank: what json.dump takes. launches: from Parallel.traced."""
+        kinds = {"F": "forward", "B": "backward", "step": "step"}
+        return [dict(name=str(action), ph="X", pid=0, tid=rank, ts=1e6 * start, dur=1e6 * (end - start),
+                     cat=kinds[action.op], args=action._asdict())
+                for rank, row in enumerate(self.rows) for start, end, action in row] + [
+            dict(name=kind, ph="i", s="t", pid=0, tid=rank, ts=1e6 * at, cat="communication", args=dict(bytes=n))
+            for rank, at, kind, n in launches]
 
     def draw(self, width=100):
         """A row of text for each rank: every action at its place, as wide as it takes."""
@@ -928,6 +973,79 @@ def slice_tokens(cost, T, P, unit=1):
     return best[1], best[0]
 
 
+def seconds(f, device, repeats=5):
+    """What f() takes, the median of some; the first, which may compile, doesn't count."""
+    taken = []
+    for _ in range(repeats + 1):
+        begin = now(device)
+        f()
+        taken.append(between(begin, now(device)))
+    return float(np.median(taken[1:]))
+
+
+def now(device):
+    """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(begin, end):
+    """Seconds from one `now` to another; waits for the second."""
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def profile_layers(config, args):
+    """(L,) seconds that each layer takes on this device, forward and backward of a micro-batch; the embedding counts with
+    the first and the head with the last."""
+    def model(n):
+        made = GPT(replace(config, n_layer=n), attention=args.attention, device=args.device).to(args.dtype)
+        if args.compile:
+            made.compile_blocks()
+        return made
+    one, three = model(1), model(3)
+    idx = torch.zeros(args.micro_batch, config.block_size, dtype=torch.int64, device=args.device)
+    x = torch.randn(idx.numel(), config.n_embd, device=args.device, dtype=args.dtype, requires_grad=True)
+    whole, longer = (seconds(lambda: m.loss(idx, idx).backward(), args.device) for m in (one, three))
+    head = seconds(lambda: one.cross_entropy(x, one.table, idx.flatten(), config.vocab_size).backward(), args.device)
+    block = max(longer - whole, 0.0) / 2
+    times = np.full(config.n_layer, block)
+    times[0] += max(whole - head - block, 0.0)
+    times[-1] += head
+    return times
+
+
+def profile_slices(config, args):
+    """cost(n, before) for slice_tokens: seconds that a block takes for n tokens after `before` others, forward and
+    backward; a + b n + c n (before + n / 2), fitted to a few that are measured."""
+    T, block = config.block_size, GPT(replace(config, n_layer=1), attention=args.attention, device=args.device).to(args.dtype)
+    block, rows = block.blocks["0"], []
+    for n in sorted({max(1, T // 16), max(1, T // 8), max(1, T // 4), max(1, T // 2)}):
+        for before in sorted({0, (T - n) // 2, T - n}):
+            x, past = (torch.randn(args.micro_batch, t, config.n_embd, device=args.device, dtype=args.dtype,
+                                   requires_grad=True) for t in (n, before))
+
+            def run():
+                prefix = Prefix(args.attention)
+                for part, tokens in enumerate((past, x) if before else (x,)):
+                    y = block(tokens, partial(prefix, part))
+                    y = y[0] if isinstance(y, tuple) else y
+                y.sum().backward()
+
+            def earlier():
+                block(past, partial(Prefix(args.attention), 0))
+            rows.append((n, before, seconds(run, args.device) - (seconds(earlier, args.device) if before else 0.0)))
+    n, before, taken = np.array(rows).T
+    terms = np.stack([np.ones_like(n), n, n * (before + n / 2)], 1)
+    a, b, c = np.linalg.lstsq(terms / taken[:, None], np.ones_like(taken), rcond=None)[0].clip(0)
+    return lambda n, before: a + b * n + c * n * (before + n / 2)
+
+
 # --------------------------------------------------------------------------------------------------------------
 # 4. The optimizer: ZeRO, mixed precision, and data parallelism once more
 #
@@ -982,9 +1100,10 @@ class Unit:
     """Parameters that are gathered, reduced and stepped together: one flat vector, of which this rank keeps a shard.
 
     slots: {name: [(a module's dictionary of parameters, key in it), ...]}, meta tensors of local shapes; group: the
-    ranks that hold the same parameters and see different tokens; before: the units that backward needs next."""
+    ranks that hold the same parameters and see different tokens; before: the units that backward needs next; stash: an
+    update writes new weights beside the old, which live as long as a backward still needs them (PipeDream)."""
 
-    def __init__(self, slots, group, stage, dtype, grad_dtype, device):
+    def __init__(self, slots, group, stage, dtype, grad_dtype, device, stash):
         meta = {name: holder[key] for name, ((holder, key), *_) in slots.items()}
         self.names = sorted(meta, key=lambda name: not is_matrix(name, meta[name]))
         self.shapes = [meta[name].shape for name in self.names]
@@ -998,14 +1117,14 @@ class Unit:
         self.wide = torch.promote_types(dtype, torch.float32)
         empty = partial(torch.zeros, device=device)
         self.master, self.exp_avg, self.exp_avg_sq = (empty(self.width, dtype=self.wide) for _ in range(3))
-        copied = dtype != self.wide or (shards > 1 and stage < 3)            # else masters are the weights
+        copied = dtype != self.wide or (shards > 1 and stage < 3) or stash   # else masters are the weights
         self.full = None
         if stage < 3:
             self.full = empty(shards * self.width, dtype=dtype) if copied else self.master
             self.own = self.full[self.start:self.start + self.width]
         else:
             self.own = empty(self.width, dtype=dtype) if copied else self.master
-        self.copied, self.padded = copied, shards * self.width
+        self.copied, self.padded, self.stash = copied, shards * self.width, stash
         self.grad, self.grad_dtype = None, grad_dtype      # from a step's first micro-batch to its update
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.shard_grad, self.arriving, self.before = None, None, []
@@ -1127,6 +1246,8 @@ class Unit:
     def step(self, update, decay, *numbers):
         """AdamW on the shard, then the weights' way to where they are needed."""
         self.settle()
+        if self.stash:
+            self.full = self.own = torch.empty_like(self.full)
         cut = min(max(self.matrices - self.start, 0), self.width)
         for part, d in ((slice(0, cut), decay), (slice(cut, self.width), 0.0)):
             if self.master[part].numel():
@@ -1166,9 +1287,9 @@ class Pending:
 
 
 @contextmanager
-def in_use(units):
+def in_use(units, again=True):
     """Within, modules compute with the weights of these units. What stage 3 gathers is let go of at the end, and
-    autograd keeps no hold of it: backward gathers it again."""
+    autograd keeps no hold of it: backward gathers it again. again=False: nothing of this is kept for backward."""
     def pack(x):
         return next((kept for kept in (unit.pack(x) for unit in units) if kept is not None), x)
 
@@ -1183,7 +1304,7 @@ def in_use(units):
 
     for unit in units:
         unit.install()
-    gathered = any(unit.stage == 3 for unit in units)
+    gathered = again and any(unit.stage == 3 for unit in units)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if gathered else nullcontext():
         yield
     for unit in units:
@@ -1191,17 +1312,35 @@ def in_use(units):
 
 
 class Shell(nn.Module):
-    """A block that computes with the weights of its units. `after`: the units that forward needs next."""
+    """A block that computes with the weights of its units. `after`: the units that forward needs next. recompute: it
+    keeps its input alone, and computes the rest again in backward (Chen et al. 2016, 1604.06174)."""
 
-    def __init__(self, block, units):
+    def __init__(self, block, units, recompute):
         super().__init__()
-        self.block, self.units, self.after = block, units, []
+        self.block, self.units, self.after, self.recompute = block, units, [], recompute
 
     def forward(self, x, attend=None):
-        with in_use(self.units):
-            for unit in self.after:
-                unit.gather()
-            return self.block(x, attend)
+        nearby = iter((self.after, self.units[0].before))      # what is needed next: in forward, and then in backward
+
+        def run(x):
+            with in_use(self.units, not self.recompute):
+                for unit in next(nearby):
+                    unit.gather()
+                return self.block(x, attend)
+        if not self.recompute or not torch.is_grad_enabled():
+            return run(x)
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=self.training and self.block.attn.dropout > 0)
+
+
+class Part(NamedTuple):
+    """A micro-batch. idx and targets (B, T); total: the number of targets that its loss is divided by; share: its weight
+    in the loss of the batch; lr: the learning rate, where it has an update of its own."""
+
+    idx: torch.Tensor
+    targets: torch.Tensor
+    total: torch.Tensor
+    share: object = 1.0
+    lr: float = 0.0
 
 
 class Replay:
@@ -1230,8 +1369,9 @@ class Parallel:
     """A GPT on a mesh, with the optimizer that trains it. The numbers are those of one process on any mesh.
 
     config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of
-    all ranks), micro_batch (sequences that a rank runs at once), schedule and chunks (pieces a stage), beta1, beta2,
-    weight_decay, grad_clip, attention, compile, graph (on a GPU: replay the step from its fourth time on) and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
+    all ranks), micro_batch (sequences that a rank runs at once), schedule, chunks (pieces a stage), partition (layers of
+    each piece; None: even), slices (their lengths; None: whole sequences), recompute, beta1, beta2, weight_decay,
+    grad_clip, attention, compile, graph (on a GPU: replay the step from its fourth time on) and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
 
     float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
     divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double it."""
@@ -1244,7 +1384,10 @@ class Parallel:
         self.num_params, self.counts = whole.num_params(), None
         P, s = mesh.pp.size, mesh.pp.rank
         self.pieces = P * args.chunks                                        # piece i lives on stage i % P
-        self.layers = [range(part[0], part[-1] + 1) for part in np.array_split(range(config.n_layer), self.pieces)]
+        sizes = args.partition or [len(part) for part in np.array_split(range(config.n_layer), self.pieces)]
+        self.layers = [range(end - n, end) for n, end in zip(sizes, np.cumsum(sizes).tolist())]
+        self.slices = args.slices or [config.block_size]
+        self.stream = args.schedule == "pipedream" and P > 1                 # never flushed but for a look at the model
         self.models = {i: GPT(config, self.layers[i], seed=None, attention=args.attention, device="meta")
                        for i in range(s, self.pieces, P)}
         slots = {}
@@ -1268,7 +1411,7 @@ class Parallel:
         def unit(names, group, stage=args.zero):
             if not names:
                 return []
-            made = Unit({name: slots[name] for name in names}, group, stage, dtype, grad_dtype, args.device)
+            made = Unit({name: slots[name] for name in names}, group, stage, dtype, grad_dtype, args.device, self.stream)
             made.pending = self.pending
             return [made]
         inner = [name for name in slots if name.startswith("blocks.")]
@@ -1278,11 +1421,14 @@ class Parallel:
         if P == 1:
             self.outer = unit(rest, mesh.data)
             self.outer[0].uses = min(2, self.pieces)                         # by the first piece and the last
-        else:      # the embedding is on two stages, which are never at the same place: they can't gather together
-            self.outer = unit([name for name in rest if name == "wte.weight"], mesh.tied, min(args.zero, 1))
-            self.outer += unit([name for name in rest if name != "wte.weight"], mesh.data)
+        else:      # a tied embedding is on two stages, which are never at the same place: they can't gather together
+            tied = [name for name in rest if name == "wte.weight" and config.tied]
+            self.outer = unit(tied, mesh.tied, min(args.zero, 1)) + unit([x for x in rest if x not in tied], mesh.data)
         self.units += self.outer
-        self.local, self.sending = defaultdict(deque), []
+        self.held, self.parts = {}, {}                                       # of the batch under way
+        self.local, self.sending, self.ahead, self.marks = defaultdict(deque), [], None, None
+        self.begun = self.done = 0                                           # of the stream: micro-batches, actions
+        self.norm_copies = (mesh.stage if self.stream else mesh.world).size  # ranks that have the norm of the same part
         self.adamw = torch.compile(adamw) if args.compile else adamw
         pool = torch.cuda.graph_pool_handle() if args.graph else None
         self.gradient, self.update, self.calls = Replay(self.find_gradient, pool), Replay(self.apply_gradient, pool), 0
@@ -1305,7 +1451,7 @@ class Parallel:
                 u.before = before
             if last:
                 last.after = units
-            model.blocks[i] = last = Shell(block, units)
+            model.blocks[i] = last = Shell(block, units, self.args.recompute)
             self.units += units
             before = units
 
@@ -1325,45 +1471,63 @@ class Parallel:
             return
         group = self.mesh.channels[op, me, to]
         x = x.contiguous()
-        LEDGER["send"] += x.numel() * x.element_size()
+        LEDGER.note("send", x.numel() * x.element_size())
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
         self.sending.append((dist.isend(x, self.mesh.pp.ranks[to], group.process_group), x))
 
-    def receive(self, op, piece, rows, T):
-        """What `piece` needs for its F or B: (rows, T, C), from the piece before or after."""
-        P, me = self.mesh.pp.size, self.mesh.pp.rank
-        sender = (piece + (-1 if op == "F" else 1)) % P
-        if sender == me:
-            return self.local[op, piece].popleft()
-        x = torch.empty(rows, T, self.config.n_embd, dtype=self.args.dtype, device=self.mesh.device)
-        dist.recv(x, self.mesh.pp.ranks[sender], self.mesh.channels[op, sender, me].process_group)
-        return x
+    def expect(self, action):
+        """Starts to receive what the action needs: (rows, t, C), from the piece before or after; None if nothing does.
+        Called one action early, so that a message is on its way while the rank computes."""
+        op, m, piece, part = action
+        me, source = self.mesh.pp.rank, piece + {"F": -1, "B": 1, "step": self.pieces}[op]
+        if not 0 <= source < self.pieces or source % self.mesh.pp.size == me:
+            return None
+        sender = source % self.mesh.pp.size
+        x = torch.empty(len(self.parts[m][0]), self.slices[part], self.config.n_embd, dtype=self.args.dtype,
+                        device=self.mesh.device)
+        return dist.irecv(x, self.mesh.pp.ranks[sender], self.mesh.channels[op, sender, me].process_group), x
 
-    def forward(self, piece, x, targets, total):
+    def receive(self, action, following=None):
+        """What the action needs from another piece; None if nothing."""
+        op, _, piece, _ = action
+        expected, self.ahead = self.ahead or self.expect(action), None
+        if following:
+            self.ahead = self.expect(following)
+        if expected:
+            expected[0].wait()
+            return expected[1]
+        return self.local[op, piece].popleft() if self.local[op, piece] else None
+
+    def forward(self, piece, x, targets, total, pos=None, attend=None):
         """One piece on what it needs: idx (B, T) or activations (B, T, C). -> (activations or None, this piece's part
         of the loss or None): the cross-entropy at the last piece, and at any the balancing loss of its experts."""
         model = self.models[piece]
         with in_use(self.outer if model.first or model.last else []):
             if model.last:
-                return None, model.loss(x, targets, total)
-            x = model.trunk(x)
-        balance = model.balance(targets)
-        return x, None if balance is None else balance / total
+                x, loss = None, model.loss(x, targets, total, pos, attend)
+            else:
+                x = model.trunk(x, pos, attend)
+                loss = model.balance(targets)
+                loss = None if loss is None else loss / total
+        model.aux = None      # it would keep what this pass saved for backward
+        return x, loss
 
     @torch.no_grad()
     def loss(self, idx, targets, total=1):
         """The summed loss of this rank's sequences, idx and targets (B, T), divided by total, on the last stage; 0 on
         the others."""
-        found = torch.zeros((), dtype=self.wide, device=self.mesh.device)
+        found, slices = torch.zeros((), dtype=self.wide, device=self.mesh.device), self.slices
+        self.parts, self.slices = {0: Part(idx, targets, total)}, [idx.size(1)]
         for piece in self.models:
-            x = idx if piece == 0 else self.receive("F", piece, *idx.shape)
-            x, loss = self.forward(piece, x, targets, total)
+            x = self.receive(Action("F", 0, piece))
+            x, loss = self.forward(piece, idx if x is None else x, targets, total)
             if x is not None:
                 self.send("F", piece + 1, x)
             elif loss is not None:
                 found = loss
         self.sent()
+        self.slices = slices
         return found
 
     def sent(self):
@@ -1371,6 +1535,11 @@ class Parallel:
         for work, _ in self.sending:
             work.wait()
         self.sending = []
+
+    def actions(self, M, schedule=None):
+        """What this stage does with M micro-batches."""
+        schedule = SCHEDULES[schedule or self.args.schedule](self.args.chunks, len(self.slices))
+        return schedule(self.mesh.pp.rank, self.mesh.pp.size, M)
 
     def backward(self, idx, targets):
         """Gradients of a batch, of which this rank has idx and targets (B, T); a micro-batch at a time, in the order of
@@ -1382,40 +1551,61 @@ class Parallel:
         total = (targets >= 0).sum()
         all_reduce(total, self.mesh.data)
         total, self.counts = total.clamp(min=1), None
-        parts = list(zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch)))
+        pairs = zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch))
+        self.parts = {m: Part(*pair, total) for m, pair in enumerate(pairs)}
         for unit in self.units:
-            unit.due = unit.uses * len(parts)
-        schedule = SCHEDULES[self.args.schedule](self.args.chunks)
-        loss = self.execute(schedule(self.mesh.pp.rank, self.mesh.pp.size, len(parts)), parts, total)
+            unit.due = unit.uses * len(self.parts) * len(self.slices)
+        loss = self.execute(self.actions(len(self.parts), "1f1b" if self.stream else None))
         self.sent()
         self.pending.drain()
         return loss
 
-    def execute(self, actions, parts, total):
-        """Runs any schedule. parts: [(idx, targets)], the micro-batches. Sets `live`, the most it held at once."""
-        held, loss, self.live = {}, torch.zeros((), dtype=self.wide, device=self.mesh.device), 0
-        for op, m, piece, _ in actions:
-            idx, targets = parts[m]
+    def execute(self, actions):
+        """Runs any schedule on self.parts, {micro-batch: Part}. -> this rank's part of the loss. Sets `live`, the most it
+        held at once."""
+        loss, self.live, prefixes = torch.zeros((), dtype=self.wide, device=self.mesh.device), 0, {}
+        for action, following in zip(actions, [*actions[1:], None]):
+            op, m, piece, part = action
+            received = self.receive(action, following)
+            self.mark(None)
             if op == "F":
-                x = idx if piece == 0 else self.receive("F", piece, *idx.shape).requires_grad_()
-                y, part = self.forward(piece, x, targets, total)
-                held[m, piece] = x, y, part
-                self.live = max(self.live, len(held))
-                if part is not None:
-                    loss = loss + part.detach()
+                idx, targets, pos = self.slice(m, part)
+                if len(self.slices) > 1:
+                    prefix = prefixes.setdefault((m, piece), Prefix(self.args.attention))
+                attend = partial(prefix, part) if len(self.slices) > 1 else None
+                x = idx if received is None else received.requires_grad_()
+                y, own = self.forward(piece, x, targets, self.parts[m].total, pos, attend)
+                self.held[m, piece, part] = x, y, own
+                self.live = max(self.live, len(self.held))
+                if own is not None:
+                    loss = loss + own.detach() * self.parts[m].share
+                self.mark(action)
                 if y is not None:
                     self.send("F", piece + 1, y.detach())
                 if self.config.n_expert:
                     self.note_counts(piece)
-                continue
-            x, y, part = held.pop((m, piece))
-            outputs, grads = ([], []) if part is None else ([part * self.scale], [None])
-            if y is not None:
-                outputs, grads = [*outputs, y], [*grads, self.receive("B", piece, *idx.shape)]
-            torch.autograd.backward(outputs, grads)
-            if piece:
-                self.send("B", piece - 1, x.grad)
+            elif op == "B":
+                x, y, own = self.held.pop((m, piece, part))
+                outputs, grads = ([], []) if own is None else ([own * self.scale], [None])
+                if y is not None:
+                    outputs, grads = [*outputs, y], [*grads, received]
+                torch.autograd.backward(outputs, grads)
+                self.mark(action)
+                if piece:
+                    self.send("B", piece - 1, x.grad)
+            else:
+                self.step_alone(self.parts[m].lr)
+                self.mark(action)
         return loss
+
+    def slice(self, m, part):
+        """Slice `part` of micro-batch m: idx and targets (B, t), positions (t,), or None for 0 .. T - 1."""
+        idx, targets, *_ = self.parts[m]
+        if len(self.slices) == 1:
+            return idx, targets, None
+        end = sum(self.slices[:part + 1])
+        at = slice(end - self.slices[part], end)
+        return idx[:, at], targets[:, at], torch.arange(at.start, at.stop, device=idx.device)
 
     def note_counts(self, piece):
         """Adds what the experts of a piece were given to the step's counts, (L, E + 1); other stages' layers stay 0."""
@@ -1424,8 +1614,52 @@ class Parallel:
         layers = self.layers[piece]
         self.counts[layers.start:layers.stop] += self.models[piece].counts
 
-    def grad_norm(self):
-        """The norm of the whole gradient, each element counted once: a weight that n ranks hold has weight 1 / n."""
+    def mark(self, action):
+        """Under `traced`, notes when an action has ended; None: when the next begins."""
+        if self.marks is not None:
+            self.marks.append((action, now(self.mesh.device)))
+
+    # ---- PipeDream: an update after every backward, and no flush
+
+    def advance(self, idx, targets, lr):
+        """A batch into the stream, each micro-batch of which is a batch of its own to the optimizer: runs this stage's
+        actions up to the last forward, and leaves the backwards that wait for other stages to the next call, or to
+        `flush`. -> this rank's part of the mean loss, the norm of this stage's last gradient."""
+        pairs = list(zip(idx.split(self.args.micro_batch), targets.split(self.args.micro_batch)))
+        totals = torch.stack([(targets >= 0).sum() for _, targets in pairs])               # (M,)
+        all_reduce(totals, self.mesh.data)
+        shares, totals = totals / totals.sum().clamp(min=1), totals.clamp(min=1)
+        self.parts = {m: self.parts[m] for m, _, _ in self.held}      # those with a backward to come
+        self.parts |= {self.begun + i: Part(*pair, totals[i], shares[i], lr) for i, pair in enumerate(pairs)}
+        self.norm = torch.zeros((), dtype=self.wide, device=self.mesh.device)
+        self.begun += len(pairs)
+        actions, later = self.actions(self.begun), self.mesh.pp.size - 1 - self.mesh.pp.rank
+        begin, self.done = self.done, len(actions) - 2 * min(self.begun, later)
+        for unit in self.units:
+            unit.due = unit.uses
+        return self.execute(actions[begin:self.done]), self.norm
+
+    def step_alone(self, lr):
+        """This stage's update with the gradient of one micro-batch. It's clipped by the norm of the stage's part: to ask
+        the other stages for theirs would be to wait for them."""
+        self.pending.drain()
+        self.norm = self.grad_norm(self.mesh.stage)
+        self.finish(self.norm, lr)
+        for unit in self.units:
+            unit.due = unit.uses
+
+    def flush(self):
+        """Ends what PipeDream has under way, so that all stages have seen the same micro-batches."""
+        if self.begun:
+            self.execute(self.actions(self.begun)[self.done:])
+            self.sent()
+            self.held, self.parts, self.begun, self.done = {}, {}, 0, 0
+
+    # ---- the optimizer
+
+    def grad_norm(self, group=None):
+        """The norm of the whole gradient, or of the group's part of it, each element counted once: a weight that n ranks
+        hold has weight 1 / n."""
         squares = []
         for unit in self.units:
             copies = unit.group.size if unit.stage == 0 else 1
@@ -1436,7 +1670,7 @@ class Parallel:
             squares += [torch.linalg.vector_norm(unit.shard_grad[a:b], dtype=unit.wide) ** 2 * w
                         for a, b, w in unit.segments(weight_of)]
         total = torch.stack([*squares, torch.zeros((), dtype=self.wide, device=self.mesh.device)]).sum()
-        all_reduce(total, self.mesh.world)
+        all_reduce(total, group or self.mesh.world)
         return total.sqrt() / self.scale
 
     def find_gradient(self, idx, targets):
@@ -1462,6 +1696,8 @@ class Parallel:
         """backward and step, on the GPU as two CUDA graphs once all is compiled and all communicators are open.
         -> this rank's part of the loss and the gradient's norm before clipping, scalars on the device: nothing here
         waits for the GPU but float16's look at overflow."""
+        if self.stream:
+            return self.advance(idx, targets, lr)
         self.calls += 1
         if self.args.graph and self.calls == 4:
             self.settle()
@@ -1513,6 +1749,24 @@ class Parallel:
         elif self.good_steps % 2000 == 0:
             self.scale *= 2
         return good
+
+    def traced(self, step):
+        """Runs step() and notes what each rank did when, in seconds since all began together; all ranks call it.
+        -> its Timeline, and [(rank, moment, kind, bytes)] of the messages and collectives that the hosts launched."""
+        self.mesh.any(False)                                                 # with the device idle and the ranks together
+        begin, start, self.marks, LEDGER.launched = now(self.mesh.device), time.perf_counter(), [], []
+        step()
+        self.flush()
+        marks, launched, self.marks, LEDGER.launched = self.marks, LEDGER.launched, None, None
+        times = [between(begin, moment) for _, moment in marks]
+        mine = ([(a, b, action) for a, b, (action, _) in zip(times, times[1:], marks[1:]) if action],
+                [(self.mesh.world.ranks[self.mesh.world.rank], at - start, kind, n) for at, kind, n in launched])
+        everyone = [mine]
+        if self.mesh.world.size > 1:
+            everyone = [None] * self.mesh.world.size
+            dist.all_gather_object(everyone, mine, self.mesh.world.process_group)
+        rows, launches = zip(*everyone)
+        return Timeline(rows), [launch for one in launches for launch in one]
 
     # ---- whole parameters in and out
 
@@ -1588,6 +1842,39 @@ class Parallel:
 
 
 # --------------------------------------------------------------------------------------------------------------
+# 5. Token parallelism
+#
+# With one long sequence there are no micro-batches to fill a pipeline with. But token t needs only what came before it:
+# its own slice of the sequence can enter the next stage while this one goes on with the slice after. All a slice needs
+# of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
+# is through, which is why that runs in reverse:
+#
+#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])        B2: gradients for k_2, and for k_1, k_0 into their copies
+#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])                B1: that of k_1, to which what the copy got is added
+
+class Prefix:
+    """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION."""
+
+    def __init__(self, attention):
+        self.kept = defaultdict(list)
+        self.attention = {"torch": torch_attention, "naive": lambda *qkv: attention_naive(*qkv)[0]}.get(
+            attention, flash_attention)
+
+    @torch.compiler.disable
+    def __call__(self, part, layer, q, k, v):
+        """The `attend` of slice `part`: q, k, v (B, nh, t, hs) -> (B, nh, t, hs)."""
+        kept = self.kept[layer]
+        before = kept[:part]                                                 # a slice recomputed finds later ones too
+        if len(kept) == part:
+            copies = [x.detach().requires_grad_() for x in (k, v)]
+            for x, copy in zip((k, v), copies):
+                x.register_hook(lambda grad, copy=copy: grad if copy.grad is None else grad + copy.grad)
+            kept.append(copies)
+        keys, values = (torch.cat(xs, 2) for xs in zip(*before, (k, v)))     # (B, nh, tokens so far, hs)
+        return self.attention(q, keys, values)
+
+
+# --------------------------------------------------------------------------------------------------------------
 # 6. Expert parallelism
 #
 # Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
@@ -1629,7 +1916,8 @@ def predicted_bytes(engine, T):
     mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
     size, wide = args.dtype.itemsize, engine.wide.itemsize
     B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
-    parts, layers = -(-B // args.micro_batch), sum(len(model.layers) for model in engine.models.values())
+    parts, layers = -(-B // args.micro_batch) * len(engine.slices), sum(map(len, (m.layers for m in engine.models.values())))
+    again = int(args.recompute)                                              # forward's messages once more in backward
 
     def ring(kind, n, itemsize, group, passes=1):
         sent[kind] += passes * n * itemsize * (group.size - 1) / group.size
@@ -1646,14 +1934,14 @@ def predicted_bytes(engine, T):
         sent["send"] = B * T * C * borders * size
     if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token
         ends = [model.first for model in engine.models.values()] + [model.last for model in engine.models.values()]
-        ring("all_reduce", B * T * C * layers * 4, size, mesh.tp, 2)
+        ring("all_reduce", B * T * C * layers * (4 + 2 * again), size, mesh.tp, 2)
         ring("all_reduce", B * T * C * sum(ends), size, mesh.tp, 2)
         ring("all_reduce", B * T * 3 * any(model.last for model in engine.models.values()), wide, mesh.tp, 2)
     if mesh.ep.size > 1 and config.n_expert:      # there and back, forward and backward
         capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
-        ring("all_to_all", B * config.n_expert * capacity * C * layers * 4, size, mesh.ep)
+        ring("all_to_all", B * config.n_expert * capacity * C * layers * (4 + 2 * again), size, mesh.ep)
         if tp > 1:      # the MLPs' f and g are on the experts' slots instead of the tokens
-            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * layers * 2, size, mesh.tp, 2)
+            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * layers * (2 + again), size, mesh.tp, 2)
     ring("all_reduce", 8, 1, mesh.data, 2)                                   # the number of targets
     ring("all_reduce", 1, wide, mesh.world, 2)                               # the gradient's norm
     return {kind: round(n) for kind, n in sent.items() if n}
@@ -1668,7 +1956,8 @@ def modes(N):
              ("zero 2", "+ gradients", dict(zero=2)), ("zero 3", "+ weights", dict(zero=3)),
              ("tensor", "matrices, heads, vocabulary", dict(tp=N)), ("expert", "the batch, experts", dict(ep=N))]
     if N > 1:
-        found += [("pipeline", "the layers", dict(pp=N))]
+        found += [("pipeline", "the layers", dict(pp=N)),
+                  ("pipeline, sliced", "the layers, the sequences", dict(pp=N, slices=[16] * 4))]
     if N % 2 == 0 and N > 2:
         found += [("pipeline 2, tensor 2", "the layers; matrices", dict(pp=2, tp=2)),
                   ("tensor 2, zero 3", "matrices; weights", dict(tp=2, zero=3)),
@@ -1682,12 +1971,13 @@ def show(config, mode, device, steps=4, T=64):
     B = 4 * mesh.world.size
     args = argparse.Namespace(device=device, dtype=torch.float32, zero=mode.get("zero", 0), batch_size=B, beta1=0.9,
                               beta2=0.95, weight_decay=0.1, grad_clip=1.0, attention="auto", compile=False, seed=1,
-                              micro_batch=4, schedule="1f1b", chunks=1, graph=False)
+                              micro_batch=4, schedule="1f1b", chunks=1, graph=False,
+                              partition=None, slices=mode.get("slices"), recompute=False)
     g = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, config.vocab_size, (2, B, T), generator=g).to(device) for _ in range(steps)]
     runs = []
-    for place in (mesh, Mesh.alone(device)):
-        engine = Parallel(config, place, args)
+    for place, slices in ((mesh, args.slices), (Mesh.alone(device), None)):
+        engine = Parallel(config, place, argparse.Namespace(**vars(args) | dict(slices=slices)))
         losses = []
         for step, batch in enumerate(batches):
             if step == steps - 1:
@@ -1705,7 +1995,7 @@ def show(config, mode, device, steps=4, T=64):
             losses.append(loss.item())
         runs.append((engine, losses, sent, seconds))
     (engine, losses, sent, seconds), (_, want, _, _) = runs
-    half = Parallel(config, mesh, argparse.Namespace(**{**vars(args), "dtype": torch.bfloat16, "micro_batch": B}))
+    half = Parallel(config, mesh, argparse.Namespace(**vars(args) | dict(dtype=torch.bfloat16, micro_batch=B)))
     half.backward(*(x.chunk(mesh.data.size)[mesh.data.rank] for x in batches[0]))
     table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
     return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params,

@@ -47,7 +47,8 @@ from tqdm import tqdm
 
 from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
                    flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype)
-from parallel import SCHEDULES, Parallel, Unreachable, all_reduce, check_layout, joined, world_size
+from parallel import (SCHEDULES, Parallel, Unreachable, all_reduce, between, check_layout, joined, now, partition,
+                      profile_layers, profile_slices, simulate, slice_tokens, world_size)
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -73,7 +74,8 @@ DRAFTS = {
 }
 ARCHITECTURE = [f.name for f in fields(GPTConfig)]
 FREE = ["dropout", "capacity_factor", "aux_weight"]      # of these, what a resumed run may change
-LAYOUT = ["dp", "ep", "pp", "tp", "schedule", "chunks", "zero"]      # not taken from a checkpoint
+LAYOUT = ["dp", "ep", "pp", "tp", "schedule", "chunks", "token_slices", "partition", "recompute", "zero", "trace"]
+# which are not taken from a checkpoint
 
 
 def options():
@@ -105,6 +107,8 @@ def options():
     g.add_argument("--bias", action=yes_no, help="biases in linear layers and layer norms, as GPT-2 has them "
                    "(nanoGPT's own runs leave them out: 4%% faster)")
 
+    g.add_argument("--tied", action=yes_no, help="the head's matrix is the embedding, as in GPT-2 (default: on but for "
+                   "--schedule=pipedream, whose stages never wait for each other)")
     g.add_argument("--n_expert", type=int, default=0, help="experts a block, in place of its MLP (default: 0, none)")
     g.add_argument("--top_k", type=int, default=1, help="experts that a token goes to: 1 as in Switch, 2 as in GShard "
                    "(default: 1)")
@@ -142,9 +146,18 @@ def options():
     g.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages, each with its layers (default: 1)")
     g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
     g.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order in which a stage takes micro-batches; "
-                   "`python parallel.py` draws them (default: 1f1b)")
+                   "`python parallel.py` draws them. With pipedream every micro-batch is a batch to the optimizer, and no "
+                   "stage waits for another's update (default: 1f1b)")
     g.add_argument("--chunks", type=int, help="pieces of the model a stage, for --schedule=interleaved (default: 2 "
                    "there, else 1)")
+    g.add_argument("--token_slices", metavar="N", default="1", help="TeraPipe: parts of each sequence that follow each "
+                   "other through the stages; auto: as many and as long as is fastest by measurement (default: 1)")
+    g.add_argument("--partition", choices=["even", "profile"], default="even", help="layers to stages: as many each, or "
+                   "so that the slowest takes least, by measurement (default: even)")
+    g.add_argument("--recompute", action=yes_no, default=False, help="keep only the blocks' inputs for backward and "
+                   "compute the rest again: a third more work in much less memory")
+    g.add_argument("--trace", metavar="FILE", help="write when each stage did what in one step, for Chrome's trace "
+                   "viewer or Perfetto, and compare its bubble with the formula")
     g.add_argument("--zero", type=int, default=0, choices=range(4), help="what data-parallel processes share out "
                    "instead of each keeping it: 1 the optimizer's state, 2 gradients too, 3 weights too (default: 0)")
 
@@ -158,7 +171,8 @@ def options():
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
                    "faster (default: on for CUDA where there is Triton)")
     g.add_argument("--graph", action=yes_no, help="replay the training step as a CUDA graph, so that the GPU never waits "
-                   "for Python (default: on for CUDA, but not with float16, nor with dropout under --tp)")
+                   "for Python (default: on for CUDA where it can be: not with float16, pipedream, --trace, nor dropout under --tp "
+                   "or --recompute)")
     return p
 
 
@@ -208,9 +222,13 @@ def parse(argv=None):
     args.dtype = pick_dtype(args.dtype, args.device)
     if args.compile is None:      # on CUDA torch.compile needs Triton
         args.compile = args.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    can = args.device.type == "cuda" and args.dtype != torch.float16 and not (args.tp > 1 and args.dropout)
+    if args.dtype == torch.float16 and args.schedule == "pipedream":
+        raise UserError("schedule=pipedream has no loss scale that all stages agree on: not with dtype=float16")
+    can = (args.device.type == "cuda" and args.dtype != torch.float16 and args.schedule != "pipedream"
+           and not args.trace and not (args.dropout and (args.tp > 1 or args.recompute)))
     if args.graph and not can:
-        raise UserError("--graph needs a CUDA device, and neither float16 nor dropout under --tp")
+        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, --trace, nor dropout "
+                        "under --tp or --recompute")
     args.graph = can if args.graph is None else args.graph
     return args, start
 
@@ -237,8 +255,17 @@ def check(args):
                         f"processes; start as many: torchrun --nproc_per_node={asked}")
     if args.chunks is None:
         args.chunks = 2 if args.schedule == "interleaved" else 1
+    if args.tied is None:
+        args.tied = args.schedule != "pipedream"
     if args.chunks > 1 and args.schedule != "interleaved":
         raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
+    check_slices(args)
+    if args.schedule == "pipedream":
+        if args.tied:
+            raise UserError("schedule=pipedream needs --no-tied: its first and last stage never wait for each other")
+        if args.zero or args.n_expert:
+            raise UserError(f"schedule=pipedream keeps versions of whole weights: not with zero={args.zero}, "
+                            f"n_expert={args.n_expert}")
     if args.ep > 1 and not args.n_expert:
         raise UserError(f"ep={args.ep} splits experts, but n_expert=0")
     if world % asked:
@@ -246,6 +273,21 @@ def check(args):
                         + ("; torchrun starts several" if world == 1 else ""))
     if args.batch_size % ranks:
         raise UserError(f"batch_size={args.batch_size} can't be split over {ranks} data ranks")
+
+
+def check_slices(args):
+    """UserError unless token_slices fits the other options; "auto" stays, else it becomes a number."""
+    if args.token_slices != "auto":
+        if not str(args.token_slices).isdigit() or not 1 <= int(args.token_slices) <= (args.block_size or 1):
+            raise UserError(f"token_slices={args.token_slices} must be auto or between 1 and "
+                            f"block_size={args.block_size}")
+        args.token_slices = int(args.token_slices)
+    if args.token_slices != 1:
+        if args.schedule not in ("gpipe", "1f1b"):
+            raise UserError(f"token_slices={args.token_slices} are for schedule=gpipe or 1f1b, not {args.schedule}")
+        if args.dropout or args.n_expert:
+            raise UserError(f"token_slices={args.token_slices} are for whole attention and dense layers: not with "
+                            f"dropout={args.dropout}, n_expert={args.n_expert}")
 
 
 def data_ranks(args):
@@ -532,43 +574,35 @@ class Progress:
         self.flops, self.stopping = flops / engine.mesh.world.size, False
         self.peak, self.cuda = peak_flops(args.device), args.device.type == "cuda"
         self.record, self.seconds, self.last = None, 0.0, last
+        self.side = torch.cuda.Stream(args.device) if self.cuda else None
         self.restart()
 
     def restart(self):
         """Starts the clock, first and after work that isn't training."""
-        self.clock = self.now()
-
-    def now(self):
-        """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.clock = now(self.engine.mesh.device)
 
     def push(self, record, loss, norm, stop):
         """record: step, lr. loss (this rank's part) and norm: scalars on the device. stop: whether this process was
         asked to. Adds up the parts over all ranks, and writes the record before."""
-        numbers = torch.stack([loss / self.engine.copies, torch.full_like(loss, float(stop))])
+        numbers = torch.stack([loss / self.engine.copies, norm ** 2 / self.engine.norm_copies,
+                               torch.full_like(loss, float(stop))])
         if self.engine.counts is not None:
             numbers = torch.cat([numbers, self.engine.counts.flatten() / self.engine.copies])
-        all_reduce(numbers, self.engine.mesh.world)
-        numbers = torch.cat([norm.to(numbers.dtype)[None], numbers]).to("cpu", non_blocking=self.cuda)
-        end = self.now()
+        work = all_reduce(numbers, self.engine.mesh.world, wait=False)
+        end = now(self.engine.mesh.device)
         self.flush()
-        self.record, self.numbers, self.end = record, numbers, end
+        self.record, self.numbers, self.work, self.end = record, numbers, work, end
 
     def read(self):
         """Waits for the pending step's numbers and takes the time. Raises Diverged if they aren't numbers."""
-        if self.cuda:
-            self.end.synchronize()
-            seconds = self.clock.elapsed_time(self.end) / 1e3
-        else:
-            seconds = self.end - self.clock
+        seconds = between(self.clock, self.end)
+        with torch.cuda.stream(self.side):      # beside the next step, which is in the queue already
+            self.work.wait()
+            numbers = self.numbers.tolist()
         self.clock = self.end
         self.seconds += seconds
-        norm, loss, stop, *counts = self.numbers.tolist()
-        self.stopping = stop > 0
+        loss, square, stop, *counts = numbers
+        self.stopping, norm = stop > 0, math.sqrt(square) if square >= 0 else math.nan
         if counts:
             *load, dropped = np.reshape(counts, (-1, self.engine.config.n_expert + 1)).sum(0)      # over all layers
             self.record.update(dropped=dropped / (sum(load) + dropped), load=[n / max(1, sum(load)) for n in load])
@@ -618,6 +652,7 @@ def evaluate(engine, data, args, stop):
 
     Every rank runs as many micro-batches of one shape as every other: what is missing is filled up with sequences
     that have no targets."""
+    engine.flush()
     engine.train(False)
     sums = torch.zeros(2, dtype=torch.float64, device=args.device if args.device.type != "mps" else "cpu")
     ranks, rank, rows = engine.mesh.data.size, engine.mesh.data.rank, args.micro_batch
@@ -642,10 +677,31 @@ def config_from(args, data):
     return GPTConfig(data.vocab_size, *(getattr(args, field) for field in ARCHITECTURE[1:]))
 
 
+def plan(args, config, mesh):
+    """The layers of each piece and the tokens of each slice, None for the plain choice. What has to be measured is
+    measured by rank 0, for all. -> the options with these as `partition` and `slices`."""
+    main, pieces, lengths, slices = mesh.world.rank == 0, args.pp * args.chunks, None, None
+    if args.partition == "profile":
+        found = partition(profile_layers(config, args), pieces)[0] if main else [(0, 0, 0)] * pieces
+        lengths = [mesh.common(end - first) for first, end, _ in found]
+    if args.token_slices == "auto":
+        unit = max(1, config.block_size // 64)
+        found = slice_tokens(profile_slices(config, args), config.block_size, args.pp, unit)[0] if main else []
+        count = mesh.common(len(found))
+        slices = [mesh.common(n) for n in (found if main else [0] * count)]
+    elif args.token_slices > 1:
+        slices = [len(part) for part in np.array_split(range(config.block_size), args.token_slices)]
+    if main and (lengths or args.token_slices == "auto"):
+        print("; ".join([f"layers a piece: {' '.join(map(str, lengths))}"] * bool(lengths)
+                        + [f"tokens a slice: {' '.join(map(str, slices))}"] * (args.token_slices == "auto")),
+              file=sys.stderr)
+    return argparse.Namespace(**vars(args) | dict(partition=lengths, slices=slices))
+
+
 def build(args, config, mesh, start):
     """-> the engine that trains. `start`: a checkpoint's dictionary, to go on from with --resume, else to take the
     weights from; None: from the seed."""
-    engine = Parallel(config, mesh, args, start)
+    engine = Parallel(config, mesh, plan(args, config, mesh), start)
     if start and args.resume:
         engine.load(start)
     return engine
@@ -660,6 +716,20 @@ def check_health(engine, batch, step):
     all_reduce(loss, engine.mesh.world)
     if not loss.isfinite() or not (norm.isfinite() or engine.scaled):
         raise Diverged(f"the loss is {float(loss)} and the gradient's norm {float(norm)} after step {step}")
+
+
+def watched(engine, step, path):
+    """Runs a step and writes the trace of it. -> what step() gives, the bubble predicted and measured in a sentence."""
+    found = []
+    timeline, launches = engine.traced(lambda: found.append(step()))
+    P, M = engine.mesh.pp.size, len(engine.parts)
+    if engine.main:
+        with open(path, "w") as file:
+            json.dump(timeline.trace(launches), file)
+    schedule = SCHEDULES[engine.args.schedule](engine.args.chunks, len(engine.slices))
+    line = simulate([schedule(s, P, M) for s in range(P)])
+    return found[0], (f"trace in {path}: bubble of {M} micro-batches on {P} stages {line.bubble:.3f} predicted, "
+                      f"{timeline.bubble:.3f} measured")
 
 
 def fit(name, args, data, mesh, start, run_id, stop, processes):
@@ -691,6 +761,7 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
     def store():
         nonlocal saved
         progress.flush()
+        engine.flush()
         check_health(engine, ahead, step)
         save(path, args, config, data, engine, step, run_id)
         saved = step
@@ -698,11 +769,15 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
 
     try:
         with progress.bar:
-            ahead = batch()
+            ahead, traced = batch(), min(step + 5, args.max_steps - 1)       # by then all is compiled
             while step < args.max_steps and not progress.stopping:
                 torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank + mesh.data.size * mesh.pp.rank))
                 lr = learning_rate(step, args)
-                loss, norm = engine.train_step(*ahead, lr)
+                if args.trace and step == traced:
+                    (loss, norm), seen = watched(engine, partial(engine.train_step, *ahead, lr), args.trace)
+                    progress.bar.write(seen, file=sys.stderr) if engine.main else None
+                else:
+                    loss, norm = engine.train_step(*ahead, lr)
                 step += 1
                 progress.push({"step": step, "lr": lr}, loss, norm, stop.number is not None)
                 ahead = batch()                                              # while the device works
@@ -745,7 +820,8 @@ def draft_options(args):
     cut: every process takes a part of the batch, if that has as many. Raises UserError."""
     if args.preset not in DRAFTS:
         raise UserError(f"draft is for the presets {' and '.join(DRAFTS)}, not {args.preset}")
-    changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0)
+    changes = dict(DRAFTS[args.preset], eval_every=0, decay_steps=None, n_expert=0, token_slices=1, partition="even",
+                   trace=None)
     changes["max_steps"] = math.ceil(args.max_steps * changes.pop("share"))
     world = world_size()
     if args.batch_size % world == 0:

@@ -35,13 +35,17 @@ from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce
 ROOT = Path(__file__).parent.parent
 ODD = dict(vocab_size=65, block_size=8, n_layer=4, n_embd=36)
 OPTIONS = dict(device=torch.device("cpu"), beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, attention="auto",
-               compile=False, seed=5, batch_size=12, schedule="1f1b", chunks=1, graph=False)
+               compile=False, seed=5, batch_size=12, schedule="1f1b", chunks=1, graph=False,
+               partition=None, slices=None, recompute=False)
 MODES = {2: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=2), dict(tp=2, zero=3), dict(ep=2), dict(ep=2, top_k=2),
-             dict(ep=2, zero=3), dict(pp=2), dict(pp=2, schedule="gpipe", zero=3), dict(pp=2, ep=1, zero=1)],
+             dict(ep=2, zero=3), dict(pp=2), dict(pp=2, schedule="gpipe", zero=3), dict(pp=2, ep=1, zero=1),
+             dict(zero=3, slices=[5, 3]), dict(zero=3, recompute=True), dict(tp=2, recompute=True), dict(ep=2, recompute=True)],
          3: [dict(pp=3), dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=3)],
          4: [dict(pp=2, tp=2), dict(pp=2, zero=2), dict(pp=4), dict(pp=2, schedule="interleaved", chunks=2),
              dict(pp=2, ep=2, top_k=2), dict(tp=2), dict(tp=2, zero=1), dict(tp=2, zero=2), dict(tp=2, zero=3), dict(ep=2, zero=2),
-             dict(ep=2, tp=2, top_k=2, bias=False), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2)]}
+             dict(ep=2, tp=2, top_k=2, bias=False), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2),
+             dict(pp=2, tp=2, slices=[1, 4, 3]), dict(pp=2, zero=3, recompute=True)],
+         8: [dict(pp=2, ep=2), dict(pp=2, tp=2, zero=2), dict(pp=4, schedule="interleaved", zero=1)]}
 MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
 
@@ -64,7 +68,7 @@ def batch(step, seed):
 
 def engine_of(mode, world, dtype, accumulation=2, **options):
     mesh = Mesh(ep=mode.get("ep", 1), pp=mode.get("pp", 1), tp=mode.get("tp", 1))
-    options = {name: mode[name] for name in ("schedule", "chunks") if name in mode} | options
+    options = {name: mode[name] for name in ("schedule", "chunks", "slices", "recompute") if name in mode} | options
     micro = 12 // mesh.data.size // accumulation
     args = Namespace(**{**OPTIONS, "zero": mode.get("zero", 0), "dtype": dtype, "micro_batch": micro, **options})
     return Parallel(shape(mode, world), mesh, args)
@@ -332,27 +336,158 @@ def one_expert_gets_all(world, seed):
     return found
 
 
+PIPES = [("gpipe", {}), ("1f1b", dict(tied=False)), ("1f1b", dict(recompute=True)), ("interleaved", dict(chunks=2)),
+         ("interleaved", dict(chunks=2, tied=False, recompute=True)), ("gpipe", dict(slices=[3, 3, 2])),
+         ("1f1b", dict(slices=[4, 1, 2, 1], recompute=True)), ("1f1b", dict(slices=[1] * 8, tied=False, attention="naive"))]
+
+
 def pipelines(world, seed):
     """Every schedule with fewer micro-batches than stages, as many, more, and layers that don't divide: beside one
     process; and what it holds beside what the simulator says."""
     found = []
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        config = GPTConfig(**{**ODD, "n_layer": world * chunks + 1}, n_head=4)
-        mesh = Mesh(pp=world)
+    for schedule, options in PIPES:
+        tied, chunks, slices = (options.get(*x) for x in (("tied", True), ("chunks", 1), ("slices", None)))
+        config = GPTConfig(**{**ODD, "n_layer": world * chunks + 1}, n_head=4, tied=tied)
+        mesh, alone = Mesh(pp=world), Mesh.alone(torch.device("cpu"))
         for M in (1, 2, 3, 5, 8):
             args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, batch_size=M, micro_batch=1, schedule=schedule,
-                                              chunks=chunks))
+                                              partition=[2] + [1] * (world * chunks - 1) if M == 2 else None)
+                             | {name: options[name] for name in options if name != "tied"})
             engine, losses = Parallel(config, mesh, args), []
-            one = Parallel(config, Mesh.alone(torch.device("cpu")), Namespace(**vars(args) | dict(schedule="1f1b", chunks=1)))
+            one = Parallel(config, alone, Namespace(**vars(args) | dict(schedule="1f1b", chunks=1, slices=None, partition=None,
+                                                                        recompute=False)))
             for step in range(2):
                 idx, targets = (x[2:2 + M] for x in batch(step, seed))
                 loss = engine.backward(idx, targets)
                 all_reduce(loss, mesh.world)
                 want = one.backward(idx, targets)
                 losses += [(loss / want).item() - 1, (engine.step(1e-2) / one.step(1e-2)).item() - 1]
-            lists = [parallel.SCHEDULES[schedule](chunks)(s, world, M) for s in range(world)]
-            found.append((schedule, M, max(map(abs, losses)), engine.live, simulate(lists).live(dist.get_rank())))
+            got, want = engine.whole("master"), one.whole("master")
+            losses += [(got[name] - want[name]).abs().max().item() for name in got]
+            lists = [parallel.SCHEDULES[schedule](chunks, len(slices or [0]))(s, world, M) for s in range(world)]
+            found.append((schedule, options, M, max(map(abs, losses)), engine.live, simulate(lists).live(dist.get_rank())))
     return found
+
+
+class Place(parallel.Group):
+    """A group of some size in which this process plays any rank."""
+
+    rank = property(lambda self: self.process_group)
+
+
+def stale(config, options, world, micros, lrs):
+    """PipeDream in one process: stage s runs micro-batch m with the weights after max(0, m - (P - 1 - s)) updates.
+    -> the losses and each stage's weights."""
+    stages = []
+    for s in range(world):
+        mesh = Mesh.alone(torch.device("cpu"))
+        mesh.pp = Place(tuple(range(world)), s)
+        stages.append(Parallel(config, mesh, Namespace(**options)))
+    versions, losses = [[[unit.full for unit in stage.units]] for stage in stages], []
+    for m, ((idx, targets), lr) in enumerate(zip(micros, lrs)):
+        total, xs, ys = (targets >= 0).sum().clamp(min=1), [], []
+        for s, stage in enumerate(stages):
+            for unit, full in zip(stage.units, versions[s][max(0, m - (world - 1 - s))]):
+                unit.full = unit.own = full
+                unit.due = 1
+            xs.append(idx if s == 0 else ys[-1].detach().requires_grad_())
+            y, loss = stage.forward(s, xs[-1], targets, total)
+            ys.append(loss if y is None else y)
+        losses.append(loss.item())
+        grad = None
+        for s in reversed(range(world)):
+            torch.autograd.backward(ys[s], grad)
+            grad = xs[s].grad
+            stages[s].pending.drain()
+            stages[s].finish(stages[s].grad_norm(), lr)
+            versions[s].append([unit.full for unit in stages[s].units])
+    return losses, [[unit.master for unit in stage.units] for stage in stages]
+
+
+def asynchronous(world, seed):
+    """PipeDream over several batches without a flush, beside its simulation; how many versions of its weights a stage
+    holds at once, counted; and then, flushed, as one process goes on from its weights."""
+    config = GPTConfig(**{**ODD, "n_layer": world + 1}, n_head=4, tied=False)
+    options = OPTIONS | dict(zero=0, dtype=torch.float32, batch_size=6, micro_batch=2, schedule="pipedream")
+    engine, found, alive = Parallel(config, Mesh(pp=world), Namespace(**options)), [], weakref.WeakSet()
+    most, execute = [0], torch.autograd.backward
+
+    def counted(*args):
+        alive.update({engine.units[0].full.untyped_storage()})
+        most[0] = max(most[0], len(alive))
+        return execute(*args)
+    torch.autograd.backward = counted
+    batches, lrs = [[x[:6] for x in batch(step, seed)] for step in range(4)], [1e-2, 3e-3, 2e-2, 1e-2]
+    try:
+        for (idx, targets), lr in zip(batches, lrs):
+            loss, _ = engine.train_step(idx, targets, lr)
+            found.append(float(loss))
+        engine.flush()
+    finally:
+        torch.autograd.backward = execute
+    micros = [(x[i:i + 2], y[i:i + 2]) for x, y in batches for i in (0, 2, 4)]
+    losses, weights = stale(config, options, world, micros, [lr for lr in lrs for _ in range(3)])
+    counts = np.array([(y >= 0).sum().item() for _, y in micros]).reshape(4, 3)
+    want = (np.array(losses).reshape(4, 3) * counts).sum(1) / counts.sum(1)
+    rank = dist.get_rank()
+    same = all(torch.equal(unit.master, w) for unit, w in zip(engine.units, weights[rank]))
+    total = engine.loss(*batches[0])
+    all_reduce(total, engine.mesh.world)
+    model = GPT(config, seed=0)
+    state = engine.whole("master")
+    if rank == 0:
+        model.load_state_dict(state)
+        total = total.item() / model.eval().loss(*batches[0], total=1).item() - 1
+    return same, abs(np.array(found) / want - 1).max() if rank == world - 1 else 0.0, most[0], rank, float(total) if rank == 0 else 0
+
+
+def pipedream_learns(world, seed):
+    """-> the mean loss of the last 120 of 720 updates, and that of a run whose pipeline is flushed at each, on the last
+    rank. The data: the next token is a function of this one, with some noise."""
+    config = GPTConfig(vocab_size=65, block_size=8, n_layer=world, n_head=4, n_embd=32, tied=False)
+    found = []
+    for schedule, n in (("pipedream", 12), ("1f1b", 2)):
+        args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float32, batch_size=n, micro_batch=2, schedule=schedule))
+        engine, losses = Parallel(config, Mesh(pp=world), args), []
+        g = torch.Generator().manual_seed(seed)
+        table = torch.randint(65, (65,), generator=g)
+
+        def two():
+            x = torch.randint(65, (2, 9), generator=g)
+            for t in range(8):
+                x[:, t + 1] = torch.where(torch.rand(2, generator=g) < 0.8, table[x[:, t]], x[:, t + 1])
+            return x
+        for i in range(1440 // n):
+            x = torch.cat([two() for _ in range(n // 2)])
+            loss, _ = engine.train_step(x[:, :-1], x[:, 1:], 3e-3 * min(1, 2 - 2 * i * n / 1440))
+            losses += [float(loss)] * (n // 2)
+        engine.flush()
+        found.append(np.mean(losses[-120:]))
+    return found
+
+
+def large_messages(world, seed, size=(64 << 20) // 4, rounds=3):
+    """Rounds of 1F1B and interleaved 1F1B with activations of 64 MB, sent and received by the engine, not computed."""
+    done = []
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        config = GPTConfig(vocab_size=65, block_size=1, n_layer=world * chunks, n_head=1, n_embd=8)
+        args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float32, micro_batch=1, schedule=schedule, chunks=chunks))
+        engine = Parallel(config, Mesh(pp=world), args)
+        engine.config = Namespace(n_embd=size, n_expert=0)
+        x = torch.ones(1, 1, size)
+
+        def forward(piece, y, *_):
+            last = piece == engine.pieces - 1
+            y = y * 1.0 if piece else x.clone().requires_grad_()
+            return (None, y[..., :1].sum()) if last else (y, None)
+        engine.forward = forward
+        engine.parts = {m: parallel.Part(torch.zeros(1, 1), torch.zeros(1, 1), 1) for m in range(3)}
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            engine.execute(engine.actions(3))
+            engine.sent()
+        done.append(time.perf_counter() - begin)
+    return done
 
 
 def float16_overflow(world, seed):
@@ -366,9 +501,10 @@ def float16_overflow(world, seed):
 
 
 CASES = {2: [training, compiled, ledger, state_bytes, peak, collectives, naive_data_parallel, accumulation, checkpoints, dropout,
-             one_expert_gets_all, float16_overflow, pipelines],
-         3: [training, ledger, state_bytes, collectives, accumulation, checkpoints, pipelines],
-         4: [training, ledger, checkpoints, dropout, pipelines]}
+             one_expert_gets_all, float16_overflow, pipelines, asynchronous, pipedream_learns, large_messages],
+         3: [training, ledger, state_bytes, collectives, accumulation, checkpoints, pipelines, asynchronous,
+             large_messages],
+         4: [training, ledger, checkpoints, dropout, pipelines, asynchronous, large_messages], 8: [training, ledger]}
 
 
 def rank_main(rank, world, folder, seed):
@@ -511,8 +647,26 @@ def test_all_tokens_to_one_expert(world):
 @every(pipelines)
 def test_every_schedule_runs_as_simulated_and_trains_as_one_process(world):
     for found in of(world, "pipelines"):
-        for schedule, M, difference, live, simulated in found:
-            assert difference < 1e-12 and live == simulated, (schedule, M, difference, live, simulated)
+        for *what, difference, live, simulated in found:
+            assert difference < 1e-12 and live == simulated, (what, difference, live, simulated)
+
+
+@every(asynchronous)
+def test_pipedream_is_its_simulation_and_keeps_a_version_for_each_stage_that_follows(world):
+    for same, difference, versions, rank, evaluated in of(world, "asynchronous"):
+        assert same and difference < 1e-6 and abs(evaluated) < 1e-6
+        assert versions == len(of(world, "asynchronous")) - rank
+
+
+@every(pipedream_learns)
+def test_pipedream_learns_as_well_as_with_flushes(world):
+    ours, flushed = of(world, "pipedream_learns")[-1]
+    assert abs(ours / flushed - 1) < 0.02 and flushed < 3, (ours, flushed)
+
+
+@every(large_messages)
+def test_large_messages_never_wait_for_each_other(world):
+    assert all(len(found) == 2 for found in of(world, "large_messages"))
 
 
 @every(float16_overflow)
@@ -709,6 +863,39 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(text, tmp_path):
     assert a == {**a, **b} and max(b) == 400 and min(b) == begun + 1
 
 
+def test_pipedream_in_four_stages_goes_on_bit_for_bit(text, tmp_path):
+    """Checkpoints flush the pipeline, so a run that ends at one and goes on is the run that doesn't end."""
+    options = ["--pp=4", "--schedule=pipedream", "--n_layer=5", "--micro_batch=2", "--save_every=4", "--decay_steps=8"]
+    for out, steps in (("whole", 8), ("half", 4)):
+        process = torchrun(4, tmp_path / out, f"--data={text}", f"--max_steps={steps}", *options)
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+    process = torchrun(4, tmp_path / "half", "--resume", "--max_steps=8", *options)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert losses(tmp_path / "whole") == losses(tmp_path / "half") and len(losses(tmp_path / "half")) == 8
+    import sample
+    assert sample.main([f"--ckpt={tmp_path / 'whole' / 'ckpt.pt'}", "--max_new_tokens=5", "--device=cpu"]) == 0
+
+
+def test_measured_layers_and_slices_and_a_trace(text, tmp_path):
+    process = torchrun(2, tmp_path / "two", f"--data={text}", "--max_steps=8", "--n_layer=5", "--pp=2", "--micro_batch=4",
+                       "--token_slices=auto", "--partition=profile", "--recompute", f"--trace={tmp_path / 'trace.json'}")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0 and "bubble of 2 micro-batches on 2 stages" in err, err
+    layers, slices = (list(map(int, re.search(f"{what}: ([0-9 ]+)", err)[1].split())) for what in ("a piece", "a slice"))
+    assert sum(layers) == 5 and len(layers) == 2 and sum(slices) == 8
+    events = json.loads((tmp_path / "trace.json").read_text())
+    for rank in (0, 1):
+        spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e["tid"] == rank and e["ph"] == "X"]
+        assert len(spans) == 2 * 2 * len(slices) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
+        assert sum(e["name"] == "send" for e in events if e["tid"] == rank) == 2 * len(slices)
+    import train
+    assert train.main([*TINY, f"--data={text}", f"--out={tmp_path / 'one'}", "--max_steps=8", "--n_layer=5"]) == 0
+    two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert two.keys() == one.keys() and max(abs(two[s] / one[s] - 1) for s in one) < 1e-5
+
+
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_leaves_no_process(text, tmp_path, number):
@@ -737,6 +924,12 @@ def test_what_does_not_fit_is_said_once_by_all(text, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for options, words in ((["--tp=3"], "4 processes can't be laid out with ep=1 x pp=1 x tp=3"), (["--batch_size=6"], "6 can't be split"),
                            (["--dp=2"], "nproc_per_node=2"), (["--micro_batch=3"], "micro_batch=3"), (["--ep=0"], "ep=0"),
-                           (["--ep=2"], "n_expert=0"), (["--chunks=2"], "schedule=interleaved"), (["--pp=3"], "pp=3")):
+                           (["--ep=2"], "n_expert=0"), (["--chunks=2"], "schedule=interleaved"), (["--pp=3"], "pp=3"),
+                           (["--token_slices=9"], "token_slices=9"), (["--token_slices=two"], "token_slices=two"),
+                           (["--token_slices=2", "--schedule=interleaved"], "token_slices=2"),
+                           (["--token_slices=2", "--dropout=0.1"], "dropout=0.1"),
+                           (["--schedule=pipedream", "--zero=1"], "zero=1"), (["--schedule=pipedream", "--tied"], "--no-tied"),
+                           (["--schedule=pipedream", "--n_expert=4"], "n_expert=4"),
+                           (["--schedule=pipedream", "--dtype=float16"], "float16"), (["--graph"], "--graph")):
         with pytest.raises(train.UserError, match=re.escape(words)):
             train.parse([*TINY, f"--data={text}", *options])
