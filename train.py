@@ -691,10 +691,10 @@ def plan(args, config, mesh):
         slices = [mesh.common(n) for n in (found if main else [0] * count)]
     elif args.token_slices > 1:
         slices = [len(part) for part in np.array_split(range(config.block_size), args.token_slices)]
-    if main and (lengths or args.token_slices == "auto"):
-        print("; ".join([f"layers a piece: {' '.join(map(str, lengths))}"] * bool(lengths)
-                        + [f"tokens a slice: {' '.join(map(str, slices))}"] * (args.token_slices == "auto")),
-              file=sys.stderr)
+    if main and lengths:
+        print(f"layers a piece: {' '.join(map(str, lengths))}", file=sys.stderr)
+    if main and args.token_slices == "auto":
+        print(f"tokens a slice: {' '.join(map(str, slices))}", file=sys.stderr)
     return argparse.Namespace(**vars(args) | dict(partition=lengths, slices=slices))
 
 
