@@ -36,7 +36,7 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:      # no Triton here, or one from before tensor descriptors (3.4)
-    triton = None
+    triton = tl = None
 
 LOG2E = math.log2(math.e)      # exp(x) = exp2(LOG2E x)
 jit = triton.jit if triton else lambda function: function
@@ -349,8 +349,8 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_de
 
 
 # By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on
-# registers a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4 warps,
-# several of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its
+# registers a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4
+# warps, several of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its
 # exponentials. With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
 SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 256: (64, 32, 4, 1, None)},
             "backward_q": {64: (64, 32, 4, 3, None), 128: (128, 64, 8, 3, None), 256: (64, 32, 4, 1, None)},

@@ -531,27 +531,30 @@ def flops_per_token(config):
 def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     """Logits (..., V) -> the probabilities (..., V) in float32 from which a token is drawn.
 
-    temperature >= 0 divides the logits; 0 is argmax. top_k >= 1 keeps the k likeliest ids (None, or more than V:
-    all). top_p in (0, 1] then keeps the fewest whose probability reaches p (Holtzman et al. 2019). Ties go to the
-    lower id, so top_k=1 is argmax. Speculative decoding needs these very numbers for target and draft. Raises
-    UserError on values outside those ranges.
-    """
-    check_sampling(temperature, top_k, top_p)
-    V = logits.size(-1)
-    if temperature < 1e-6:        # the limit; float32 couldn't divide by less
-        return F.one_hot(logits.argmax(-1), V).float()                       # (..., V)
+    temperature >= 0 divides the logits; 0 is argmax. top_k >= 1 keeps the k likeliest ids (None, or more than V: all).
+    top_p in (0, 1] then keeps the fewest whose probability reaches p (Holtzman et al. 2019). Ties go to the lower id,
+    so top_k=1 is argmax. Each is a number, or a tensor (...,) with one for each row. Speculative decoding needs these
+    very numbers for target and draft. Raises UserError on numbers outside those ranges. """
+    if not isinstance(temperature, torch.Tensor):
+        check_sampling(temperature, top_k, top_p)
+        temperature = logits.new_full(logits.shape[:-1], temperature, dtype=torch.float32)
+    top_k, top_p = (x[..., None] if isinstance(x, torch.Tensor) else x for x in (top_k, top_p))
+    V, likeliest = logits.size(-1), F.one_hot(logits.argmax(-1), logits.size(-1)).float()      # (..., V)
+    greedy = temperature[..., None] < 1e-6      # the limit; float32 couldn't divide by less
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature          # the largest is 0: exp can't overflow
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature[..., None].clamp(min=1e-6)      # exp can't overflow
     if top_k is None and top_p is None:
-        return logits.softmax(-1)
+        return torch.where(greedy, likeliest, logits.softmax(-1))
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)  # (..., V) each
     if top_k is not None:
-        sorted_logits[..., top_k:] = float("-inf")
+        sorted_logits = sorted_logits.masked_fill(torch.arange(V, device=order.device) >= top_k, float("-inf"))
     probs = sorted_logits.softmax(-1)                                        # (..., V), likeliest first
-    if top_p is not None and top_p < 1:
-        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)    # what came before already reached p
+    if top_p is not None:
+        beyond = probs.cumsum(-1) - probs >= top_p                           # what came before already reached p
+        probs = probs.masked_fill(beyond & (torch.as_tensor(top_p, device=order.device) < 1), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
-    return torch.zeros_like(probs).scatter(-1, order, probs)                 # back to the order of ids
+    probs = torch.zeros_like(probs).scatter(-1, order, probs)                # back to the order of ids
+    return torch.where(greedy, likeliest, probs)
 
 
 def check_sampling(temperature, top_k, top_p):
@@ -632,9 +635,9 @@ def load_checkpoint(path):
 
 
 def config_of(ckpt):
-    """The GPTConfig in a checkpoint's dictionary. Those saved before there were experts lack their fields, and a model
-    that such a checkpoint holds is one of the defaults."""
-    dense = {name: getattr(GPTConfig, name) for name in ("n_expert", "top_k", "capacity_factor", "aux_weight")}
+    """The GPTConfig in a checkpoint's dictionary. Those saved before there were experts or untied heads lack their
+    fields, and a model that such a checkpoint holds is one of the defaults."""
+    dense = {name: getattr(GPTConfig, name) for name in ("n_expert", "top_k", "capacity_factor", "aux_weight", "tied")}
     given = {**dense, **ckpt["config"]}
     return GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig)})
 

@@ -136,17 +136,12 @@ class Mesh:
         return int(x)
 
 
-def urgent():
-    """On NCCL: what is sent goes before what is computed, since others wait for it."""
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if dist.get_backend() == "nccl" else None
-
-
 def new_group(rows):
     """The group of this rank among `rows`, which every rank gives alike."""
     mine = ALONE
     for ranks in rows:
         if len(ranks) > 1:
-            process_group = dist.new_group(ranks, timeout=TIMEOUT, pg_options=urgent())      # all take part, in order
+            process_group = dist.new_group(ranks, timeout=TIMEOUT)           # all ranks take part, in the same order
             if dist.get_rank() in ranks:
                 mine = Group(tuple(ranks), process_group)
     GROUPS[mine.name] = mine
@@ -531,90 +526,19 @@ class Replacement(nn.Module):
         self._parameters, self.group = module._parameters, group             # under the same names
 
 
-# f and g each stand beside a product, so that most of what they send can travel while the product is computed: the
-# gradient of x while that of A is; the first rows of y while the others are.
-
-PAUSE = 10_000      # clock cycles, some 6 us
-
-
-def make_way(x):
-    """Lets the GPU idle for a moment. A product takes all multiprocessors until it's done: what was to travel meanwhile
-    would wait for it, if it had not begun."""
-    if x.is_cuda:
-        torch.cuda._sleep(PAUSE)
-
-
-def column_grads(grad, x, w, group):
-    dx = grad @ w                                                            # (N, D/tp) @ (D/tp, C)
-    work = all_reduce(dx, GROUPS[group], wait=False)
-    make_way(x)
-    dw = grad.t() @ x                                                        # (D/tp, N) @ (N, C)
-    work.wait()
-    return dx, dw
-
-
-def row_sum(x, w, group):
-    y = x.new_empty(x.size(0), w.size(0))                                    # (N, C)
-    halves = 2 if y.numel() * y.element_size() >= 2 ** 23 else 1      # a short message is all latency
-    works = []
-    for rows, out in zip(x.chunk(halves), y.chunk(halves)):
-        if works:
-            make_way(x)
-        torch.mm(rows, w.t(), out=out)                                       # (N/2, D/tp) @ (D/tp, C)
-        works.append(all_reduce(out, GROUPS[group], wait=False))
-    for work in works:
-        work.wait()
-    return y
-
-
-column_backward = operator("column_backward(Tensor grad, Tensor x, Tensor w, str group) -> (Tensor, Tensor)",
-                           column_grads, lambda grad, x, w, group: (torch.empty_like(x), torch.empty_like(w)))
-row_forward = operator("row_forward(Tensor x, Tensor w, str group) -> Tensor", row_sum,
-                       lambda x, w, group: x.new_empty(x.size(0), w.size(0)))
-
-
-class ColumnProduct(torch.autograd.Function):
-    """f, then a product. forward: x (N, C), w (D/tp, C) -> x w^T / backward: all-reduce of the gradient of x."""
-
-    @staticmethod
-    def forward(ctx, x, w, group):
-        ctx.group = group.name
-        ctx.save_for_backward(x, w)
-        return x @ w.t()                                                     # (N, C) @ (C, D/tp)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return *column_backward(grad.contiguous(), *ctx.saved_tensors, ctx.group), None
-
-
-class RowProduct(torch.autograd.Function):
-    """A product, then g. forward: x (N, D/tp), w (C, D/tp) -> all-reduce of x w^T / backward: no communication."""
-
-    @staticmethod
-    def forward(ctx, x, w, group):
-        ctx.save_for_backward(x, w)
-        return row_forward(x, w, group.name)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x, None                                  # (N, C) @ (C, D/tp), (C, N) @ (N, D/tp)
-
-
 class ColumnLinear(Replacement):
     """x, the same on all ranks, (..., C) -> this rank's columns (..., D/tp)."""
 
     def forward(self, x):
-        y = ColumnProduct.apply(x.flatten(0, -2), self.weight, self.group)   # (N, D/tp)
-        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
+        return F.linear(CopyTo.apply(x, self.group), self.weight, self.bias)       # (..., C) @ (C, D/tp)
 
 
 class RowLinear(Replacement):
     """This rank's columns (..., D/tp) -> the sum over ranks (..., C), the same on all of them; the bias added once."""
 
     def forward(self, x):
-        y = RowProduct.apply(x.flatten(0, -2), self.weight, self.group)      # (N, C)
-        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
+        y = ReduceFrom.apply(F.linear(x, self.weight), self.group)                 # (..., D/tp) @ (D/tp, C)
+        return y if self.bias is None else y + self.bias
 
 
 class Applied(nn.Module):
@@ -891,7 +815,8 @@ class Timeline:
         return most
 
     def trace(self, launches=()):
-        """As Chrome's trace format, for Perfetto, a row a rank: what json.dump takes. launches: from Parallel.traced."""
+        """As Chrome's trace format, for Perfetto, a row a rank: what json.dump takes. launches: from
+        Parallel.traced."""
         kinds = {"F": "forward", "B": "backward", "step": "step"}
         return [dict(name=str(action), ph="X", pid=0, tid=rank, ts=1e6 * start, dur=1e6 * (end - start),
                      cat=kinds[action.op], args=action._asdict())
@@ -1001,8 +926,8 @@ def between(begin, end):
 
 
 def profile_layers(config, args):
-    """(L,) seconds that each layer takes on this device, forward and backward of a micro-batch; the embedding counts with
-    the first and the head with the last."""
+    """(L,) seconds that each layer takes on this device, forward and backward of a micro-batch; the embedding counts
+    with the first and the head with the last."""
     def model(n):
         made = GPT(replace(config, n_layer=n), attention=args.attention, device=args.device).to(args.dtype)
         if args.compile:
@@ -1023,8 +948,8 @@ def profile_layers(config, args):
 def profile_slices(config, args):
     """cost(n, before) for slice_tokens: seconds that a block takes for n tokens after `before` others, forward and
     backward; a + b n + c n (before + n / 2), fitted to a few that are measured."""
-    T, block = config.block_size, GPT(replace(config, n_layer=1), attention=args.attention, device=args.device).to(args.dtype)
-    block, rows = block.blocks["0"], []
+    model = GPT(replace(config, n_layer=1), attention=args.attention, device=args.device).to(args.dtype)
+    T, block, rows = config.block_size, model.blocks["0"], []
     for n in sorted({max(1, T // 16), max(1, T // 8), max(1, T // 4), max(1, T // 2)}):
         for before in sorted({0, (T - n) // 2, T - n}):
             x, past = (torch.randn(args.micro_batch, t, config.n_embd, device=args.device, dtype=args.dtype,
@@ -1333,8 +1258,8 @@ class Shell(nn.Module):
 
 
 class Part(NamedTuple):
-    """A micro-batch. idx and targets (B, T); total: the number of targets that its loss is divided by; share: its weight
-    in the loss of the batch; lr: the learning rate, where it has an update of its own."""
+    """A micro-batch. idx and targets (B, T); total: the number of targets that its loss is divided by; share: its
+    weight in the loss of the batch; lr: the learning rate, where it has an update of its own."""
 
     idx: torch.Tensor
     targets: torch.Tensor
@@ -1369,9 +1294,10 @@ class Parallel:
     """A GPT on a mesh, with the optimizer that trains it. The numbers are those of one process on any mesh.
 
     config: GPTConfig; mesh: Mesh; args: device, dtype (what the model computes in), zero (stage 0 to 3), batch_size (of
-    all ranks), micro_batch (sequences that a rank runs at once), schedule, chunks (pieces a stage), partition (layers of
-    each piece; None: even), slices (their lengths; None: whole sequences), recompute, beta1, beta2, weight_decay,
-    grad_clip, attention, compile, graph (on a GPU: replay the step from its fourth time on) and seed. start: a checkpoint's dictionary, whose weights it takes; None: from the seed.
+    all ranks), micro_batch (sequences that a rank runs at once), schedule, chunks (pieces a stage), partition (layers
+    of each piece; None: even), slices (their lengths; None: whole sequences), recompute, beta1, beta2, weight_decay,
+    grad_clip, attention, compile, graph (on a GPU: replay the step from its fourth time on) and seed. start: a
+    checkpoint's dictionary, whose weights it takes; None: from the seed.
 
     float16 has too small a range for gradients: the loss is multiplied by `scale` before backward and the gradient
     divided by it after. A step whose gradient overflowed is skipped and the scale halved; 2000 good steps double it."""
@@ -1411,7 +1337,8 @@ class Parallel:
         def unit(names, group, stage=args.zero):
             if not names:
                 return []
-            made = Unit({name: slots[name] for name in names}, group, stage, dtype, grad_dtype, args.device, self.stream)
+            places = {name: slots[name] for name in names}
+            made = Unit(places, group, stage, dtype, grad_dtype, args.device, self.stream)
             made.pending = self.pending
             return [made]
         inner = [name for name in slots if name.startswith("blocks.")]
@@ -1426,7 +1353,7 @@ class Parallel:
             self.outer = unit(tied, mesh.tied, min(args.zero, 1)) + unit([x for x in rest if x not in tied], mesh.data)
         self.units += self.outer
         self.held, self.parts = {}, {}                                       # of the batch under way
-        self.local, self.sending, self.ahead, self.marks = defaultdict(deque), [], None, None
+        self.local, self.sending, self.marks = defaultdict(deque), [], None
         self.begun = self.done = 0                                           # of the stream: micro-batches, actions
         self.norm_copies = (mesh.stage if self.stream else mesh.world).size  # ranks that have the norm of the same part
         self.adamw = torch.compile(adamw) if args.compile else adamw
@@ -1476,28 +1403,18 @@ class Parallel:
             self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
         self.sending.append((dist.isend(x, self.mesh.pp.ranks[to], group.process_group), x))
 
-    def expect(self, action):
-        """Starts to receive what the action needs: (rows, t, C), from the piece before or after; None if nothing does.
-        Called one action early, so that a message is on its way while the rank computes."""
+    def receive(self, action):
+        """What the action needs, (rows, t, C), from the piece before or after; None if nothing does."""
         op, m, piece, part = action
-        me, source = self.mesh.pp.rank, piece + {"F": -1, "B": 1, "step": self.pieces}[op]
-        if not 0 <= source < self.pieces or source % self.mesh.pp.size == me:
+        P, me, source = self.mesh.pp.size, self.mesh.pp.rank, piece + {"F": -1, "B": 1, "step": self.pieces}[op]
+        if not 0 <= source < self.pieces:
             return None
-        sender = source % self.mesh.pp.size
-        x = torch.empty(len(self.parts[m][0]), self.slices[part], self.config.n_embd, dtype=self.args.dtype,
+        if source % P == me:
+            return self.local[op, piece].popleft()
+        x = torch.empty(len(self.parts[m].idx), self.slices[part], self.config.n_embd, dtype=self.args.dtype,
                         device=self.mesh.device)
-        return dist.irecv(x, self.mesh.pp.ranks[sender], self.mesh.channels[op, sender, me].process_group), x
-
-    def receive(self, action, following=None):
-        """What the action needs from another piece; None if nothing."""
-        op, _, piece, _ = action
-        expected, self.ahead = self.ahead or self.expect(action), None
-        if following:
-            self.ahead = self.expect(following)
-        if expected:
-            expected[0].wait()
-            return expected[1]
-        return self.local[op, piece].popleft() if self.local[op, piece] else None
+        dist.recv(x, self.mesh.pp.ranks[source % P], self.mesh.channels[op, source % P, me].process_group)
+        return x
 
     def forward(self, piece, x, targets, total, pos=None, attend=None):
         """One piece on what it needs: idx (B, T) or activations (B, T, C). -> (activations or None, this piece's part
@@ -1561,12 +1478,12 @@ class Parallel:
         return loss
 
     def execute(self, actions):
-        """Runs any schedule on self.parts, {micro-batch: Part}. -> this rank's part of the loss. Sets `live`, the most it
-        held at once."""
+        """Runs any schedule on self.parts, {micro-batch: Part}. -> this rank's part of the loss. Sets `live`, the most
+        it held at once."""
         loss, self.live, prefixes = torch.zeros((), dtype=self.wide, device=self.mesh.device), 0, {}
-        for action, following in zip(actions, [*actions[1:], None]):
+        for action in actions:
             op, m, piece, part = action
-            received = self.receive(action, following)
+            received = self.receive(action)
             self.mark(None)
             if op == "F":
                 idx, targets, pos = self.slice(m, part)
@@ -1640,8 +1557,8 @@ class Parallel:
         return self.execute(actions[begin:self.done]), self.norm
 
     def step_alone(self, lr):
-        """This stage's update with the gradient of one micro-batch. It's clipped by the norm of the stage's part: to ask
-        the other stages for theirs would be to wait for them."""
+        """This stage's update with the gradient of one micro-batch. It's clipped by the norm of the stage's part: to
+        ask the other stages for theirs would be to wait for them."""
         self.pending.drain()
         self.norm = self.grad_norm(self.mesh.stage)
         self.finish(self.norm, lr)
@@ -1658,8 +1575,8 @@ class Parallel:
     # ---- the optimizer
 
     def grad_norm(self, group=None):
-        """The norm of the whole gradient, or of the group's part of it, each element counted once: a weight that n ranks
-        hold has weight 1 / n."""
+        """The norm of the whole gradient, or of the group's part of it, each element counted once: a weight that n
+        ranks hold has weight 1 / n."""
         squares = []
         for unit in self.units:
             copies = unit.group.size if unit.stage == 0 else 1
@@ -1753,7 +1670,7 @@ class Parallel:
     def traced(self, step):
         """Runs step() and notes what each rank did when, in seconds since all began together; all ranks call it.
         -> its Timeline, and [(rank, moment, kind, bytes)] of the messages and collectives that the hosts launched."""
-        self.mesh.any(False)                                                 # with the device idle and the ranks together
+        self.mesh.any(False)      # with the device idle and the ranks together
         begin, start, self.marks, LEDGER.launched = now(self.mesh.device), time.perf_counter(), [], []
         step()
         self.flush()
@@ -1849,8 +1766,8 @@ class Parallel:
 # of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
 # is through, which is why that runs in reverse:
 #
-#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])        B2: gradients for k_2, and for k_1, k_0 into their copies
-#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])                B1: that of k_1, to which what the copy got is added
+#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for k_2, and for k_1, k_0 into their copies
+#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: that of k_1, to which what the copy got is added
 
 class Prefix:
     """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION."""
@@ -1916,7 +1833,7 @@ def predicted_bytes(engine, T):
     mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
     size, wide = args.dtype.itemsize, engine.wide.itemsize
     B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
-    parts, layers = -(-B // args.micro_batch) * len(engine.slices), sum(map(len, (m.layers for m in engine.models.values())))
+    parts, layers = -(-B // args.micro_batch) * len(engine.slices), sum(len(m.layers) for m in engine.models.values())
     again = int(args.recompute)                                              # forward's messages once more in backward
 
     def ring(kind, n, itemsize, group, passes=1):
@@ -1932,9 +1849,10 @@ def predicted_bytes(engine, T):
     if mesh.pp.size > 1:      # activations to the piece after, their gradients to the piece before
         borders = sum((piece < engine.pieces - 1) + (piece > 0) for piece in engine.models)
         sent["send"] = B * T * C * borders * size
-    if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token
+    if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token. What a
+        # dense block's last g gives isn't needed in backward, and so isn't computed again
         ends = [model.first for model in engine.models.values()] + [model.last for model in engine.models.values()]
-        ring("all_reduce", B * T * C * layers * (4 + 2 * again), size, mesh.tp, 2)
+        ring("all_reduce", B * T * C * layers * (4 + again * (2 if config.n_expert else 1)), size, mesh.tp, 2)
         ring("all_reduce", B * T * C * sum(ends), size, mesh.tp, 2)
         ring("all_reduce", B * T * 3 * any(model.last for model in engine.models.values()), wide, mesh.tp, 2)
     if mesh.ep.size > 1 and config.n_expert:      # there and back, forward and backward

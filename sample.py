@@ -7,8 +7,10 @@ error.
     python sample.py --prompt="def main():" --max_new_tokens=200
     python sample.py --prompt=@story.txt --temperature=0 > ending.txt
     cat notes.txt | python sample.py --prompt=@- --num_samples=3
+    python sample.py --prompts=beginnings.txt --max_batch=128 > endings.txt
 
-Each new token costs a forward of the whole context: the plain way, and the oracle for every faster one.
+All texts are written at once by the engine of paged.py, which keeps the keys and values of what is written in blocks;
+they come out in the order of the prompts.
 """
 
 import signal
@@ -22,22 +24,26 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from model import DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype
+from paged import Engine
 
 
 def options():
     p = Options(prog="sample.py", description=__doc__.split("\n\n")[0])
     p.add_argument("--ckpt", default="out/ckpt.pt", help="the model, as train.py saved it (default: out/ckpt.pt)")
-    p.add_argument("--prompt", default="", metavar="TEXT", help="the beginning of the text; @FILE takes it from a "
-                   "file, @- from standard input; one longer than the model's block_size counts from its end alone "
-                   "(default: none)")
-    p.add_argument("--num_samples", type=int, default=1, help="texts to write, each from the prompt (default: 1)")
+    p.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of the text; @FILE takes it from a "
+                   "file, @- from standard input; one longer than the model's block_size counts from its end alone; "
+                   "may be given several times (default: none)")
+    p.add_argument("--prompts", metavar="FILE", help="a file of prompts, one a line; - is standard input")
+    p.add_argument("--num_samples", type=int, default=1, help="texts to write from each prompt (default: 1)")
     p.add_argument("--max_new_tokens", type=int, default=500, help="tokens to add to the prompt (default: 500)")
     p.add_argument("--temperature", type=float, default=0.8, help="below 1 likelier, above 1 wilder; 0: always the "
                    "likeliest token (default: 0.8)")
     p.add_argument("--top_k", type=int, help="draw among the k likeliest tokens alone (default: all)")
     p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
+    p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, "
@@ -58,28 +64,54 @@ def read_prompt(prompt):
     return raw.decode("utf-8", "surrogateescape")
 
 
+def read_prompts(args):
+    """What --prompt and --prompts ask for: a list of texts, in that order."""
+    texts = [read_prompt(prompt) for prompt in args.prompt or []]
+    if args.prompts:
+        lines = read_prompt("@" + args.prompts).removesuffix("\n").split("\n")
+        texts += [line.removesuffix("\r") for line in lines]
+    return texts or [""]
+
+
 def write_samples(model, tokenizer, args):
-    """Streams the texts to standard output, an empty line between them. Returns the number of new tokens."""
-    device = next(model.parameters()).device
-    prompt = read_prompt(args.prompt)
-    ids = tokenizer.encode(prompt)
-    bad = [i for i in ids if not 0 <= i < model.config.vocab_size]
-    if bad:
-        raise UserError(f"the prompt has the id {bad[0]}, but the model's ids end at {model.config.vocab_size - 1}")
-    context = torch.tensor([ids or [tokenizer.start(model.config.vocab_size)]], device=device)         # (1, T)
-    for i in range(args.num_samples):
-        generator = torch.Generator(device).manual_seed(derive(args.seed, "sample", i))
-        decode = tokenizer.decoder()
-        print(("\n\n" if i else "") + decode(ids), end="", flush=True)
-        for token in model.stream(context, args.max_new_tokens, args.temperature, args.top_k, args.top_p, generator):
-            print(decode([token.item()]), end="", flush=True)
-        print(decode([], final=True), flush=True)
-    return args.num_samples * args.max_new_tokens
+    """Writes the texts to standard output in the order of their prompts, an empty line between them: the first that
+    isn't complete as it grows, those after it when their turn comes. Returns the number of new tokens."""
+    prompts = [tokenizer.encode(text) for text in read_prompts(args)]
+    bad = next((i for ids in prompts for i in ids if not 0 <= i < model.config.vocab_size), None)
+    if bad is not None:
+        raise UserError(f"the prompt has the id {bad}, but the model's ids end at {model.config.vocab_size - 1}")
+    one = -(-model.config.block_size // 16)
+    blocks = one * min(args.max_batch, len(prompts) * args.num_samples)
+    if model.table.is_cuda:      # what fits; with less, some texts wait
+        config, free = model.config, torch.cuda.mem_get_info(model.table.device)[0]
+        blocks = max(one, min(blocks, int(0.8 * free) // (32 * config.n_layer * config.n_embd * model.table.itemsize)))
+    engine = Engine(model, blocks, 16, args.max_batch)
+    texts = [(ids, sample) for j, ids in enumerate(prompts) for sample in engine.add(
+        ids or [tokenizer.start(model.config.vocab_size)], args.max_new_tokens, args.temperature, args.top_k,
+        args.top_p, derive(args.seed, j) if j else args.seed, n=args.num_samples).samples]
+    bar = tqdm(total=len(texts), unit="text", disable=None if len(texts) > 1 else True)      # None: on a terminal alone
+    tokens, at, shown, decode = engine.run(), 0, 0, None
+    with bar:
+        while at < len(texts):
+            ids, sample = texts[at]
+            if decode is None:
+                decode, shown = tokenizer.decoder(), 0
+                print(("\n\n" if at else "") + decode(ids), end="", flush=True)
+            news = sample.text[sample.prompt + shown:]
+            print(decode(news), end="", flush=bool(news))
+            shown += len(news)
+            if sample.done:
+                print(decode([], final=True), flush=True)
+                bar.update()
+                at, decode = at + 1, None
+            else:
+                next(tokens)
+    return sum(len(sample.tokens) for _, sample in texts)
 
 
 def run(argv):
     args = options().parse(argv)
-    for name, least in (("num_samples", 1), ("max_new_tokens", 0)):
+    for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("max_batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
     check_sampling(args.temperature, args.top_k, args.top_p)
@@ -100,7 +132,7 @@ def main(argv=None):
     """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after
     Ctrl-C, 141 when the reader of a pipe has left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us; print would take standard output
+    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us: print would take stdout
     try:
         run(argv)
         return 0

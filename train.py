@@ -117,6 +117,12 @@ def options():
     g.add_argument("--aux_weight", type=float, default=0.01, help="weight of the loss that balances experts "
                    "(default: 0.01)")
 
+    add_optimization(p)
+    add_devices(p)
+    return p
+
+
+def add_optimization(p):
     g = p.add_argument_group("the optimization")
     g.add_argument("--max_steps", type=int, help="steps to train for")
     g.add_argument("--decay_steps", type=int, help="step at which the cosine reaches min_lr (default: max_steps)")
@@ -139,6 +145,9 @@ def options():
     g.add_argument("--eval_batches", type=int, help="batches of a validation, the same ones every time")
     g.add_argument("--save_every", type=int, help="steps between checkpoints; one is always at the end; 0: only that")
 
+
+def add_devices(p):
+    yes_no = argparse.BooleanOptionalAction
     g = p.add_argument_group("many devices: the processes that torchrun started are laid out as dp x ep x pp x tp")
     g.add_argument("--dp", type=int, help="data parallel: parts of the batch (default: what the others leave)")
     g.add_argument("--ep", type=int, default=1, help="expert parallel: groups of experts, n_expert / ep each; the "
@@ -146,14 +155,14 @@ def options():
     g.add_argument("--pp", type=int, default=1, help="pipeline parallel: stages, each with its layers (default: 1)")
     g.add_argument("--tp", type=int, default=1, help="tensor parallel: parts of each matrix (default: 1)")
     g.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order in which a stage takes micro-batches; "
-                   "`python parallel.py` draws them. With pipedream every micro-batch is a batch to the optimizer, and no "
-                   "stage waits for another's update (default: 1f1b)")
+                   "`python parallel.py` draws them. With pipedream every micro-batch is a batch to the optimizer, and "
+                   "no stage waits for another's update (default: 1f1b)")
     g.add_argument("--chunks", type=int, help="pieces of the model a stage, for --schedule=interleaved (default: 2 "
                    "there, else 1)")
     g.add_argument("--token_slices", metavar="N", default="1", help="TeraPipe: parts of each sequence that follow each "
                    "other through the stages; auto: as many and as long as is fastest by measurement (default: 1)")
-    g.add_argument("--partition", choices=["even", "profile"], default="even", help="layers to stages: as many each, or "
-                   "so that the slowest takes least, by measurement (default: even)")
+    g.add_argument("--partition", choices=["even", "profile"], default="even", help="layers to stages: as many each, "
+                   "or so that the slowest takes least, by measurement (default: even)")
     g.add_argument("--recompute", action=yes_no, default=False, help="keep only the blocks' inputs for backward and "
                    "compute the rest again: a third more work in much less memory")
     g.add_argument("--trace", metavar="FILE", help="write when each stage did what in one step, for Chrome's trace "
@@ -170,10 +179,9 @@ def options():
                    "flash.py, torch's scaled_dot_product_attention, the definition (default: auto, flash on CUDA)")
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
                    "faster (default: on for CUDA where there is Triton)")
-    g.add_argument("--graph", action=yes_no, help="replay the training step as a CUDA graph, so that the GPU never waits "
-                   "for Python (default: on for CUDA where it can be: not with float16, pipedream, --trace, nor dropout under --tp "
-                   "or --recompute)")
-    return p
+    g.add_argument("--graph", action=yes_no, help="replay the training step as a CUDA graph, so that the GPU never "
+                   "waits for Python (default: on for CUDA where it can be: not with float16, pipedream, --trace, "
+                   "experts, nor dropout under --tp or --recompute)")
 
 
 def preset_table():
@@ -225,10 +233,10 @@ def parse(argv=None):
     if args.dtype == torch.float16 and args.schedule == "pipedream":
         raise UserError("schedule=pipedream has no loss scale that all stages agree on: not with dtype=float16")
     can = (args.device.type == "cuda" and args.dtype != torch.float16 and args.schedule != "pipedream"
-           and not args.trace and not (args.dropout and (args.tp > 1 or args.recompute)))
+           and not (args.trace or args.n_expert or args.dropout and (args.tp > 1 or args.recompute)))
     if args.graph and not can:
-        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, --trace, nor dropout "
-                        "under --tp or --recompute")
+        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, --trace, experts, nor "
+                        "dropout under --tp or --recompute")
     args.graph = can if args.graph is None else args.graph
     return args, start
 
@@ -718,18 +726,22 @@ def check_health(engine, batch, step):
         raise Diverged(f"the loss is {float(loss)} and the gradient's norm {float(norm)} after step {step}")
 
 
-def watched(engine, step, path):
-    """Runs a step and writes the trace of it. -> what step() gives, the bubble predicted and measured in a sentence."""
+def take_step(engine, batch, lr, trace, bar):
+    """-> what engine.train_step does. trace: None, or the file for the step's trace; then the bubble predicted and
+    measured is said above the bar."""
+    if not trace:
+        return engine.train_step(*batch, lr)
     found = []
-    timeline, launches = engine.traced(lambda: found.append(step()))
+    timeline, launches = engine.traced(lambda: found.append(engine.train_step(*batch, lr)))
     P, M = engine.mesh.pp.size, len(engine.parts)
     if engine.main:
-        with open(path, "w") as file:
+        with open(trace, "w") as file:
             json.dump(timeline.trace(launches), file)
-    schedule = SCHEDULES[engine.args.schedule](engine.args.chunks, len(engine.slices))
-    line = simulate([schedule(s, P, M) for s in range(P)])
-    return found[0], (f"trace in {path}: bubble of {M} micro-batches on {P} stages {line.bubble:.3f} predicted, "
-                      f"{timeline.bubble:.3f} measured")
+        schedule = SCHEDULES[engine.args.schedule](engine.args.chunks, len(engine.slices))
+        line = simulate([schedule(s, P, M) for s in range(P)])
+        bar.write(f"trace in {trace}: bubble of {M} micro-batches on {P} stages {line.bubble:.3f} predicted, "
+                  f"{timeline.bubble:.3f} measured", file=sys.stderr)
+    return found[0]
 
 
 def fit(name, args, data, mesh, start, run_id, stop, processes):
@@ -773,11 +785,7 @@ def fit(name, args, data, mesh, start, run_id, stop, processes):
             while step < args.max_steps and not progress.stopping:
                 torch.manual_seed(derive(args.seed, "dropout", step, mesh.data.rank + mesh.data.size * mesh.pp.rank))
                 lr = learning_rate(step, args)
-                if args.trace and step == traced:
-                    (loss, norm), seen = watched(engine, partial(engine.train_step, *ahead, lr), args.trace)
-                    progress.bar.write(seen, file=sys.stderr) if engine.main else None
-                else:
-                    loss, norm = engine.train_step(*ahead, lr)
+                loss, norm = take_step(engine, ahead, lr, args.trace if step == traced else None, progress.bar)
                 step += 1
                 progress.push({"step": step, "lr": lr}, loss, norm, stop.number is not None)
                 ahead = batch()                                              # while the device works

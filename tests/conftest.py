@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"      # the same tests ru
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 import flash
+import paged
 
 os.environ.pop("TRITON_INTERPRET", None)      # the programs started have a CPU's defaults
 flash.INTERPRETED = False

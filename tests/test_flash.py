@@ -434,7 +434,7 @@ def test_the_chapter_runs(capsys, monkeypatch):
 
 
 def test_everything_but_the_kernels_works_without_triton():
-    code = ("import sys; sys.modules['triton'] = None; import torch, flash, model, train, sample\n"
+    code = ("import sys; sys.modules['triton'] = None; import torch, flash, model, paged, train, sample\n"
             "q = torch.randn(1, 2, 9, 4); o, lse = flash.flash_attention(q, q, q, return_lse=True)\n"
             "assert (flash.flash_attention(q, q, q) - flash.attention_naive(q, q, q)[0]).abs().max() < 1e-5\n"
             "assert flash.linear_cross_entropy(q[0, 0], q[0, 1], torch.zeros(9, dtype=torch.int64), 9) > 0")

@@ -271,7 +271,7 @@ def accumulation(world, seed):
 
 def checkpoints(world, seed):
     """Three steps, saved under one mode, loaded under others: the next two steps agree. The same mode: bit for bit."""
-    found, dense = [], [mode for mode in MODES[world] if "ep" not in mode]
+    found, dense = [], [mode for mode in MODES[world] if not mode.keys() & {"ep", "slices", "recompute"}]
     for mode, other in zip(dense, dense[1:] + dense[:1]):
         first = engine_of(mode, world, torch.float64)
         steps(first, seed, 3)
@@ -282,9 +282,12 @@ def checkpoints(world, seed):
         same.load(box[0])
         moved.load(box[0])
         got, got_moved = steps(same, seed, 2, first=3), steps(moved, seed, 2, first=3)
-        one = Parallel(first.config, Mesh.alone(torch.device("cpu")), Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)))
-        one.load(box[0])
-        got_one = steps(one, seed, 2, first=3)
+        got_one = want
+        if dist.get_rank() == 0:
+            one = Parallel(first.config, Mesh.alone(torch.device("cpu")),
+                           Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)))
+            one.load(box[0])
+            got_one = steps(one, seed, 2, first=3)
         found.append((got == want, mode, other, max(abs(a / b - 1) for g in (got_moved, got_one) for x, y in zip(g, want) for a, b in zip(x, y))))
     return found
 
@@ -345,25 +348,26 @@ def pipelines(world, seed):
     """Every schedule with fewer micro-batches than stages, as many, more, and layers that don't divide: beside one
     process; and what it holds beside what the simulator says."""
     found = []
-    for schedule, options in PIPES:
+    for i, (schedule, options) in enumerate(PIPES):
         tied, chunks, slices = (options.get(*x) for x in (("tied", True), ("chunks", 1), ("slices", None)))
         config = GPTConfig(**{**ODD, "n_layer": world * chunks + 1}, n_head=4, tied=tied)
         mesh, alone = Mesh(pp=world), Mesh.alone(torch.device("cpu"))
-        for M in (1, 2, 3, 5, 8):
+        for M in (1, 2, 3, 5, 8) if i < 4 else (2, 5):
             args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, batch_size=M, micro_batch=1, schedule=schedule,
                                               partition=[2] + [1] * (world * chunks - 1) if M == 2 else None)
                              | {name: options[name] for name in options if name != "tied"})
-            engine, losses = Parallel(config, mesh, args), []
-            one = Parallel(config, alone, Namespace(**vars(args) | dict(schedule="1f1b", chunks=1, slices=None, partition=None,
-                                                                        recompute=False)))
+            engine, losses, first = Parallel(config, mesh, args), [0.0], dist.get_rank() == 0
+            one = first and Parallel(config, alone, Namespace(**vars(args) | dict(schedule="1f1b", chunks=1, slices=None,
+                                                                                  partition=None, recompute=False)))
             for step in range(2):
                 idx, targets = (x[2:2 + M] for x in batch(step, seed))
                 loss = engine.backward(idx, targets)
                 all_reduce(loss, mesh.world)
-                want = one.backward(idx, targets)
-                losses += [(loss / want).item() - 1, (engine.step(1e-2) / one.step(1e-2)).item() - 1]
-            got, want = engine.whole("master"), one.whole("master")
-            losses += [(got[name] - want[name]).abs().max().item() for name in got]
+                norm = engine.step(1e-2)
+                if first:
+                    losses += [(loss / one.backward(idx, targets)).item() - 1, (norm / one.step(1e-2)).item() - 1]
+            got, want = engine.whole("master"), one.whole("master") if first else {}
+            losses += [(got[name] - want[name]).abs().max().item() for name in want]
             lists = [parallel.SCHEDULES[schedule](chunks, len(slices or [0]))(s, world, M) for s in range(world)]
             found.append((schedule, options, M, max(map(abs, losses)), engine.live, simulate(lists).live(dist.get_rank())))
     return found
@@ -442,31 +446,31 @@ def asynchronous(world, seed):
 
 
 def pipedream_learns(world, seed):
-    """-> the mean loss of the last 120 of 720 updates, and that of a run whose pipeline is flushed at each, on the last
+    """-> the mean loss of the last 100 of 480 updates, and that of a run whose pipeline is flushed at each, on the last
     rank. The data: the next token is a function of this one, with some noise."""
-    config = GPTConfig(vocab_size=65, block_size=8, n_layer=world, n_head=4, n_embd=32, tied=False)
+    config = GPTConfig(vocab_size=17, block_size=8, n_layer=world, n_head=4, n_embd=32, tied=False)
     found = []
     for schedule, n in (("pipedream", 12), ("1f1b", 2)):
         args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float32, batch_size=n, micro_batch=2, schedule=schedule))
         engine, losses = Parallel(config, Mesh(pp=world), args), []
         g = torch.Generator().manual_seed(seed)
-        table = torch.randint(65, (65,), generator=g)
+        table = torch.randint(17, (17,), generator=g)
 
         def two():
-            x = torch.randint(65, (2, 9), generator=g)
+            x = torch.randint(17, (2, 9), generator=g)
             for t in range(8):
                 x[:, t + 1] = torch.where(torch.rand(2, generator=g) < 0.8, table[x[:, t]], x[:, t + 1])
             return x
-        for i in range(1440 // n):
+        for i in range(960 // n):
             x = torch.cat([two() for _ in range(n // 2)])
-            loss, _ = engine.train_step(x[:, :-1], x[:, 1:], 3e-3 * min(1, 2 - 2 * i * n / 1440))
+            loss, _ = engine.train_step(x[:, :-1], x[:, 1:], 3e-3 * min(1, 2 - 2 * i * n / 960))
             losses += [float(loss)] * (n // 2)
         engine.flush()
-        found.append(np.mean(losses[-120:]))
+        found.append(np.mean(losses[-100:]))
     return found
 
 
-def large_messages(world, seed, size=(64 << 20) // 4, rounds=3):
+def large_messages(world, seed, size=(64 << 20) // 4):
     """Rounds of 1F1B and interleaved 1F1B with activations of 64 MB, sent and received by the engine, not computed."""
     done = []
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
@@ -483,7 +487,7 @@ def large_messages(world, seed, size=(64 << 20) // 4, rounds=3):
         engine.forward = forward
         engine.parts = {m: parallel.Part(torch.zeros(1, 1), torch.zeros(1, 1), 1) for m in range(3)}
         begin = time.perf_counter()
-        for _ in range(rounds):
+        for _ in range(6 // world):
             engine.execute(engine.actions(3))
             engine.sent()
         done.append(time.perf_counter() - begin)
@@ -545,7 +549,7 @@ def world(request, tmp_path_factory, seed):
         ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(size), str(folder), str(seed)],
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(size)]
         try:
-            texts = [process.communicate(timeout=240)[0] for process in ranks]
+            texts = [process.communicate(timeout=400)[0] for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

@@ -1,0 +1,855 @@
+"""A paged KV cache, and the engine that serves many requests from it.
+
+What it teaches: generation reads the keys and values of all earlier tokens at each step, so they are kept. Where? If
+each request gets one stretch of memory, it has to be as long as the request might get, and most of it stays empty. An
+operating system has met that problem, and its answer serves here: pages.
+
+    operating system                     here
+    page, a fixed number of bytes        block, `block_size` tokens' keys and values, in all layers
+    page table of a process              block table of a request: which block has its tokens 0 .. 15, 16 .. 31, ...
+    process                              request
+    shared page, copied when written     common prefix, forked samples
+    swapping out                         preemption: let go of the blocks, compute them again later
+
+Papers: PagedAttention (Kwon et al. 2023, 2309.06180); iteration-level scheduling (Yu et al. 2022, Orca, OSDI); chunked
+prefill (Agrawal et al. 2024, 2403.02310); split over the context (Dao et al. 2023, Flash-Decoding).
+
+    python paged.py                                  the chapter's claims, predicted beside measured
+    python sample.py --num_samples=64                the engine in use
+
+Reads top to bottom: the naive cache and what it wastes, blocks, attention through block tables, sampling, the engine.
+What it can't do: more than one GPU, a model that isn't in float32, bfloat16 or float16 on CUDA.
+"""
+
+from __future__ import annotations      # kernels name tl.constexpr, also where there is no tl
+
+import math
+import time
+from collections import OrderedDict, defaultdict, deque
+from itertools import count
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from flash import LOG2E, attends, jit, race, tl, torch_attention, triton
+from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution
+
+# --------------------------------------------------------------------------------------------------------------
+# 1. The naive cache: one stretch of memory a request
+
+class ContiguousCache:
+    """Keys and values of one sequence, in room for `length` tokens that is taken at once: an `attend`. The oracle for
+    every cache here, and what wastes memory.
+
+    model: GPT. Call the model with the tokens that are new, their positions, and this as attend; then `advance`."""
+
+    def __init__(self, model, length):
+        config, p = model.config, model.table
+        shape = config.n_layer, 1, config.n_head, length, config.n_embd // config.n_head
+        self.k, self.v = p.new_empty(shape), p.new_empty(shape)              # (L, 1, nh, length, hs)
+        self.used = 0
+
+    def __call__(self, layer, q, k, v):
+        """q, k, v (1, nh, t, hs) of the new tokens -> (1, nh, t, hs)."""
+        end = self.used + q.size(2)
+        self.k[layer, :, :, self.used:end], self.v[layer, :, :, self.used:end] = k, v
+        return torch_attention(q, self.k[layer, :, :, :end], self.v[layer, :, :, :end])
+
+    def advance(self, t):
+        self.used += t
+
+
+class ContiguousPool:
+    """Room for `size` tokens, given out in one piece each, the first hole that is large enough."""
+
+    def __init__(self, size):
+        self.size, self.taken = size, {}                                     # {begin: length}
+
+    def allocate(self, n):
+        """-> where it begins, None if no hole is large enough."""
+        at = 0
+        for begin, length in sorted(self.taken.items()):
+            if begin - at >= n:
+                break
+            at = begin + length
+        if at + n > self.size:
+            return None
+        self.taken[at] = n
+        return at
+
+    def free(self, begin):
+        del self.taken[begin]
+
+
+def contiguous_waste(requests, size, reserve):
+    """What a contiguous cache does with its memory. requests: [(prompt, new)] tokens, taken in order as soon as there
+    is room; reserve(prompt, new): tokens of room for one. -> shares of the memory, averaged over the steps while
+    requests wait: used by tokens, reserved (for tokens to come or that never come), free but too scattered for the next
+    one."""
+    pool, waiting, running = ContiguousPool(size), deque(requests), []
+    shares = []
+    while waiting:
+        while waiting and (at := pool.allocate(reserve(*waiting[0]))) is not None:
+            running.append([at, *waiting.popleft()])
+        used = sum(length for _, length, _ in running)
+        reserved = sum(pool.taken.values())
+        if waiting:
+            shares.append((used, reserved - used, size - reserved))
+        for one in running:
+            one[1], one[2] = one[1] + 1, one[2] - 1
+        for at, _, left in running:
+            if left == 0:
+                pool.free(at)
+        running = [one for one in running if one[2]]
+    return np.mean(shares, 0) / size
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 2. Blocks: who uses which, and which can be shared. No tensors here
+#
+# A full block's content is fixed by its tokens and by all tokens before them. Its key is a hash of (the key of the
+# block before, its tokens), so that a lookup walks a prompt block by block. A hash can collide: tokens are compared,
+# and so is what came before, by the number that each content got when it was first seen.
+
+class BlockPool:
+    """num_blocks blocks of block_size tokens. A block is free, or has one or more users; a free one keeps its content,
+    to be found again, until it is needed: the one that has been free for longest goes first."""
+
+    def __init__(self, num_blocks, block_size, hash=hash):
+        self.block_size, self.hash = block_size, hash
+        self.users = [0] * num_blocks
+        self.content = [None] * num_blocks                                   # (key, number of parent, tokens, number)
+        self.free = OrderedDict.fromkeys(range(num_blocks))                  # the next to be taken first
+        self.by_key, self.numbers = defaultdict(list), count(1)
+
+    def allocate(self):
+        """-> a block with one user and no content; None if all are in use."""
+        if not self.free:
+            return None
+        block, _ = self.free.popitem(last=False)
+        if self.content[block]:
+            self.by_key[self.content[block][0]].remove(block)
+            if not self.by_key[self.content[block][0]]:
+                del self.by_key[self.content[block][0]]
+            self.content[block] = None
+        self.users[block] = 1
+        return block
+
+    def share(self, block):
+        """One more user."""
+        if not self.users[block]:
+            del self.free[block]
+        self.users[block] += 1
+
+    def release(self, block):
+        """One user less."""
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free[block] = None
+            if not self.content[block]:      # nothing to be found again: it goes first
+                self.free.move_to_end(block, last=False)
+
+    def find(self, chain, tokens):
+        """The block with these tokens after what `chain` stands for, None if there is none."""
+        for block in self.by_key.get(self.hash((chain[0], tokens)), ()):
+            if self.content[block][1:3] == (chain[1], tokens):
+                return block
+
+    def lookup(self, tokens):
+        """-> the blocks that hold a prefix of tokens, as many as there are, and the chain that they stand for."""
+        blocks, chain, n = [], (0, 0), self.block_size
+        for i in range(0, len(tokens) - n + 1, n):
+            block = self.find(chain, tuple(tokens[i:i + n]))
+            if block is None:
+                break
+            blocks.append(block)
+            chain = self.content[block][0], self.content[block][3]
+        return blocks, chain
+
+    def register(self, block, chain, tokens):
+        """Lets others find a block that is full of `tokens` now. -> the chain that stands for what ends with it."""
+        tokens, key = tuple(tokens), self.hash((chain[0], tuple(tokens)))
+        known = self.find(chain, tokens)
+        if known is None:
+            self.content[block] = key, chain[1], tokens, next(self.numbers)
+            self.by_key[key].append(block)
+            known = block
+        return key, self.content[known][3]
+
+    def check(self):
+        """AssertionError unless the books are right."""
+        assert all((users == 0) == (block in self.free) and users >= 0 for block, users in enumerate(self.users))
+        listed = [block for blocks in self.by_key.values() for block in blocks]
+        assert sorted(listed) == [block for block, content in enumerate(self.content) if content]
+        assert all(self.content[block][0] == key for key, blocks in self.by_key.items() for block in blocks)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 3. Attention through block tables
+#
+# Requests of any number of new tokens lie one after the other: request r has the queries start[r] .. start[r + 1] - 1,
+# and with them length[r] tokens in all, of which query i sees all but the n - 1 - i last. Token j's keys lie in block
+# table[r, j // block_size], at j % block_size. A decoding request has one query: what it costs is reading K and V once.
+# Few requests can't keep a GPU busy, so their contexts are split, and the parts merged by their log-sum-exp.
+
+def paged_attention_reference(q, k, v, table, length, start):
+    """q (N, nh, hs) of all new tokens; k, v (blocks, block_size, nh, hs); table (R, blocks a request) int32, length
+    (R,) and start (R + 1,) int32 -> (N, nh, hs). A request of length 0 gets zeros."""
+    out, n = torch.zeros_like(q), k.size(1)
+    for r in range(len(length)):
+        begin, end, tokens = int(start[r]), int(start[r + 1]), int(length[r])
+        if tokens and end > begin:
+            blocks = table[r, :-(-tokens // n)].long()
+            keys, values = (x[blocks].flatten(0, 1)[:tokens].transpose(0, 1) for x in (k, v))      # (nh, tokens, hs)
+            o = torch_attention(q[begin:end].transpose(0, 1)[None], keys[None], values[None])[0]       # (nh, n, hs)
+            out[begin:end] = o.transpose(0, 1)
+    return out
+
+
+@jit
+def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, lse_ptr, nh, hs, q_token, k_block,
+                 k_slot, v_block, v_slot, table_row, scale_log2, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+                 HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """BLOCK_M queries of one request and head, over one of SPLITS parts of what they see. With one part it writes o
+    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS)."""
+    r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
+    begin = tl.load(start_ptr + r)
+    n, length = tl.load(start_ptr + r + 1) - begin, tl.load(length_ptr + r)
+    if i < n:
+        rows, d = i + tl.arange(0, BLOCK_M), tl.arange(0, HS)
+        token = (begin + rows).to(tl.int64)
+        real = (rows < n)[:, None] & (d < hs)[None, :]
+        Q = tl.load(q_ptr + token[:, None] * q_token + h * hs + d[None, :], mask=real, other=0.0)
+        end = tl.minimum(length, length - n + i + BLOCK_M)                   # keys that any of these queries sees
+        width = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N             # of a part
+        m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        O = tl.zeros([BLOCK_M, HS], tl.float32)
+        for j in range(part * width, tl.minimum(end, part * width + width), BLOCK_N):
+            cols = j + tl.arange(0, BLOCK_N)
+            there = cols < end
+            block = tl.load(table_ptr + r * table_row + cols // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            inside = there[:, None] & (d < hs)[None, :]                      # nothing is read past the end
+            at = block * k_block + (cols % BLOCK_SIZE) * k_slot + h * hs
+            K = tl.load(k_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+            S = tl.dot(Q, K.T, input_precision=PRECISION)                    # (BLOCK_M, BLOCK_N), not yet scaled
+            seen = there[None, :] & (cols[None, :] <= length - n + rows[:, None])
+            S = tl.where(seen, S, float("-inf"))
+            m_new = tl.maximum(m, tl.max(S, 1) * scale_log2)
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            P, alpha = tl.exp2(S * scale_log2 - safe[:, None]), tl.exp2(m - safe)
+            l = l * alpha + tl.sum(P, 1)
+            at = block * v_block + (cols % BLOCK_SIZE) * v_slot + h * hs
+            V = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+            O = tl.dot(P.to(V.dtype), V, O * alpha[:, None], input_precision=PRECISION)
+            m = m_new
+        O = O / tl.where(l == 0, 1.0, l)[:, None]
+        out = (token * nh + h) * SPLITS + part
+        tl.store(o_ptr + out[:, None] * hs + d[None, :], O.to(o_ptr.dtype.element_ty), mask=real)
+        if SPLITS > 1:
+            tl.store(lse_ptr + out, tl.where(l == 0, float("-inf"), m + tl.log2(l)), mask=rows < n)
+
+
+@jit
+def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.constexpr):
+    """One query of one head a program: parts (SPLITS, hs) and their log-sum-exp in base 2 -> o (hs,)."""
+    row, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, HS)
+    lse = tl.load(lse_ptr + row * SPLITS + s)
+    m = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(m == float("-inf"), 0.0, m))             # a part that saw nothing: 0
+    total = tl.sum(weight, 0)
+    O = tl.load(part_ptr + (row * SPLITS + s[:, None]) * hs + d[None, :], mask=(d < hs)[None, :], other=0.0)
+    O = tl.sum(O * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(o_ptr + row * hs + d, O.to(o_ptr.dtype.element_ty), mask=d < hs)
+
+
+def paged_attention(q, k, v, table, length, start, most, splits=None):
+    """paged_attention_reference, by the kernel where there is one. most: the largest number of queries of a request.
+    splits: parts of a context, a power of two; by default enough to keep a GPU busy. Last strides must be 1, and heads
+    next to each other: k[..., h, :] at h * hs."""
+    if not attends(q):
+        return paged_attention_reference(q, k, v, table, length, start)
+    (N, nh, hs), R = q.shape, len(length)
+    if splits is None:      # some four programs a multiprocessor of a large GPU
+        splits = 1 if most > 16 else min(64, 2 ** max(0, (512 // max(1, R * nh)).bit_length() - 1))
+    HS, M = max(16, triton.next_power_of_2(hs)), 16 if most <= 16 else 64
+    how = dict(BLOCK_N=64 if HS <= 128 else 32, num_warps=2 if HS <= 64 and M == 16 else 4,
+               num_stages=3 if HS <= 64 else 2)
+    out = torch.empty_like(q)
+    parts = q.new_empty(N, nh, splits, hs, dtype=torch.float32) if splits > 1 else out
+    lse = q.new_empty(N, nh, splits, dtype=torch.float32) if splits > 1 else out
+    with torch.cuda.device_of(q):
+        paged_kernel[(R, triton.cdiv(most, M), nh * splits)](
+            q, k, v, table, length, start, parts, lse, nh, hs, q.stride(0), k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), table.stride(0), LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), SPLITS=splits, HS=HS, BLOCK_M=M,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how)
+        if splits > 1:
+            merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, num_warps=1)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 4. Sampling: each request from its own stream of random numbers
+#
+# A number is a function of (the request's seed, how many were drawn before), computed for all rows at once on the
+# device: what a request draws depends on nothing else in the batch. The token is where the cumulative distribution
+# passes it.
+
+def uniform(seed, n):
+    """seed and n (b,) int64 -> (b,) float64 in [0, 1), float32 on MPS: the n-th number of each stream. Splitmix64
+    (Steele et al. 2014), whose products wrap around 2^64."""
+    def shifted(x, by):      # as if unsigned
+        return x >> by & (1 << 64 - by) - 1
+    x = seed + (n + 1) * -0x61C8864680B583EB
+    x = (x ^ shifted(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ shifted(x, 27)) * -0x6B2FB644ECCEEE15
+    return shifted(x ^ shifted(x, 31), 11).to(wide(seed)) / 2 ** 53
+
+
+def wide(x):
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def draw(logits, temperature, top_k, top_p, seed, n, plain):
+    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. plain: no row
+    has a top_k or top_p."""
+    p = distribution(logits, temperature, *((None, None) if plain else (top_k, top_p)))      # (b, V)
+    cdf = p.cumsum(-1, dtype=wide(p))                                        # (b, V)
+    token = (cdf <= uniform(seed, n)[:, None] * cdf[:, -1:]).sum(-1).clamp(max=logits.size(-1) - 1)
+    return torch.where(cdf[:, -1].isfinite(), token, -1)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 5. The engine
+#
+# A step takes whatever tokens are due: one from each request that decodes, and chunks of the prompts that have come
+# since, up to `budget`. Requests join and leave at every step. When blocks run out, the request that came last lets go
+# of its own; it computes them again when there is room, but for those that are still found in the pool.
+#
+# The GPU doesn't wait for the host: what was drawn stays on the device, where the next step finds it, and the host
+# reads it while that step runs. So it learns one step late that a request has ended, and drops one token.
+
+class Request:
+    """A text that is being written: what Engine.add returns. `tokens`: the output so far. `state`: "waiting",
+    "running", or how it ended: "length", "stop", "aborted". `samples`: this request and the others of the same
+    prompt."""
+
+    def __init__(self, prompt, arrival, seed, max_new_tokens, temperature, top_k, top_p, stop):
+        self.text, self.prompt, self.arrival, self.seed = list(prompt), len(prompt), arrival, seed
+        self.max_new_tokens, self.temperature, self.top_k, self.top_p = max_new_tokens, temperature, top_k, top_p
+        self.stop, self.state, self.forks, self.samples = frozenset(stop), "waiting", [], [self]
+        self.start = 0                     # where in the text its context begins, which has position 0
+        self.flying = 0                    # tokens drawn that the host hasn't seen
+        self.at_hand = False               # whether its newest token is on the device, as its row's last
+        self.row, self.blocks, self.computed = None, [], 0                   # tokens whose keys and values are there
+        self.chain, self.registered = (0, 0), 0                              # of full blocks that others can find
+
+    @property
+    def tokens(self):
+        return self.text[self.prompt:]
+
+    @property
+    def context(self):
+        """Tokens of the context, those under way included."""
+        return len(self.text) + self.flying - self.start
+
+    @property
+    def done(self):
+        return self.state not in ("waiting", "running")
+
+
+class Pages:
+    """The engine's `attend`: puts the new keys and values into their slots and attends through the block tables."""
+
+    def __init__(self, k, v):
+        self.k, self.v = k, v                                                # (L, blocks, block_size, nh, hs)
+
+    def __call__(self, layer, q, k, v):
+        """q, k, v (1, nh, N, hs), all requests' new tokens one after the other -> (1, nh, N, hs)."""
+        for pages, x in ((self.k[layer], k), (self.v[layer], v)):
+            pages.flatten(0, 1)[self.slots] = x[0].transpose(0, 1)           # (blocks block_size, nh, hs) at (N,)
+        o = paged_attention(q[0].transpose(0, 1), self.k[layer], self.v[layer], self.table, self.length, self.first,
+                            self.most)                                       # (N, nh, hs)
+        return o.transpose(0, 1)[None]
+
+
+class Engine:
+    """Writes texts for many requests at once.
+
+    model: GPT in eval mode, on its device; num_blocks of block_size tokens: the cache; max_batch requests run at once;
+    budget: tokens of a step. On CUDA steps that only decode are replayed as CUDA graphs (graph=False: not)."""
+
+    def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=1024, graph=True, hash=hash):
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch)):
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        config, weight = model.config, model.table
+        self.model, self.device, self.vocab, self.limit = model, weight.device, config.vocab_size, config.block_size
+        self.pool, self.bs, self.budget = BlockPool(num_blocks, block_size, hash), block_size, max(budget, max_batch)
+        shape = config.n_layer, num_blocks + 1, block_size, config.n_head, config.n_embd // config.n_head
+        self.k, self.v = weight.new_zeros(shape), weight.new_zeros(shape)    # a block more, for rows without a request
+        self.pages = Pages(self.k, self.v)
+        self.graph = graph and self.device.type == "cuda"
+        self.lag = int(self.device.type == "cuda")
+        self.waiting, self.running, self.flying, self.events, self.arrivals = deque(), [], deque(), [], count()
+        self.rows, self.graphs = list(range(max_batch))[::-1], {}            # free rows, the lowest last
+        # by row, on the host and on the device: what a step of decoding needs
+        self.table = np.zeros((max_batch, -(-self.limit // block_size)), np.int32)
+        self.numbers = np.zeros((max_batch, 4), np.int64)                    # length, tokens drawn, seed, top_k
+        self.shares = np.ones((max_batch, 2), np.float32)                    # temperature, top_p
+        self.on_device = [torch.from_numpy(x).to(self.device) for x in (self.table, self.numbers, self.shares)]
+        self.last = torch.zeros(max_batch, dtype=torch.int64, device=self.device)      # token drawn last
+        self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
+
+    # ---- what a caller does
+
+    def add(self, tokens, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, seed=0, stop=(), n=1):
+        """-> Request. tokens: the prompt, ids, at least one; of more than the model's block_size the end counts. stop:
+        ids that end the text, themselves its last token. n: samples of the prompt, `samples` of what is returned, each
+        from a stream of its own. UserError for what can't be served."""
+        tokens, stop = [int(t) for t in tokens], [int(t) for t in stop]
+        check_sampling(temperature, top_k, top_p)
+        if not tokens:
+            raise UserError("the prompt is empty; generation needs at least one token to start from")
+        for what, ids in (("prompt", tokens), ("stop", stop)):
+            bad = next((t for t in ids if not 0 <= t < self.vocab), None)
+            if bad is not None:
+                raise UserError(f"{what} has the id {bad}, but the model's ids end at {self.vocab - 1}")
+        if max_new_tokens < 0 or n < 1:
+            raise UserError(f"max_new_tokens={max_new_tokens} and n={n} must be at least 0 and 1")
+        need = -(-min(len(tokens) + max_new_tokens - 1, self.limit) // self.bs)
+        if need > len(self.pool.users):
+            raise UserError(f"a request of {len(tokens)} + {max_new_tokens} tokens needs {need} blocks of {self.bs}, "
+                            f"and the cache has {len(self.pool.users)}")
+        samples = [Request(tokens, next(self.arrivals), derive(seed, "sample", i), max_new_tokens, temperature, top_k,
+                           top_p, stop) for i in range(n)]
+        for one in samples:
+            one.samples, one.start = samples, max(0, len(tokens) - self.limit)
+        leader, *leader.forks = samples
+        if max_new_tokens:
+            self.waiting.append(leader)
+        else:
+            for one in samples:
+                one.state = "length"
+        return leader
+
+    def abort(self, request):
+        """Ends a request; one that has ended stays as it is. Other samples of its prompt go on."""
+        if not request.done:
+            self.end(request, "aborted")
+
+    def step(self):
+        """Runs one batch. -> [(request, token)], what has become known. Call it while `busy`."""
+        batch, copies = self.plan()
+        if batch:
+            self.launch(batch, copies)
+        while len(self.flying) > (self.lag if batch else 0):
+            self.land()
+        events, self.events = self.events, []
+        return events
+
+    @property
+    def busy(self):
+        return bool(self.waiting or self.running or self.flying)
+
+    def run(self):
+        """Yields (request, token) as they come, until all have ended."""
+        while self.busy:
+            yield from self.step()
+
+    # ---- who runs
+
+    def plan(self):
+        """-> [(request, number of its tokens)] of this step, and the blocks to copy before, [(from, to)]."""
+        copies, preempted = [], self.stats["preempted"]
+        if any(r.context > self.limit and r.flying for r in self.running):
+            while self.flying:      # the text begins anew from its end, which has to be known
+                self.land()
+        for r in [r for r in self.running if r.context > self.limit]:
+            r.start = len(r.text) - max(1, self.limit // 2)
+            self.let_go(r)
+        left, batch = self.budget, []
+        for r in sorted(self.running, key=lambda r: (r.context - r.computed > 1, r.arrival)):      # decoding first
+            n = min(r.context - r.computed, left)
+            ended = len(r.text) + r.flying >= r.prompt + r.max_new_tokens
+            if r.state == "running" and n and not ended and self.room(r, r.computed + n, copies):
+                batch.append((r, n))
+                left -= n
+        while self.waiting and self.rows and left and self.stats["preempted"] == preempted:
+            r = self.waiting[0]
+            if r.flying or not self.admit(r):
+                break
+            n = min(r.context - r.computed, left)
+            self.room(r, r.computed + n, copies)
+            batch.append((r, n))
+            left -= n
+        batch = [(r, n) for r, n in batch if r.state == "running"]           # some had to let go after their turn
+        kept = {block for r, _ in batch for block in r.blocks}
+        return batch, [(a, b) for a, b in copies if b in kept]
+
+    def room(self, r, tokens, copies):
+        """Makes sure that r has blocks of its own for its tokens from `computed` on. Whoever came last lets go of
+        theirs for it; False if that was r."""
+        while True:
+            shared = r.computed // self.bs
+            if shared < len(r.blocks) and self.pool.users[r.blocks[shared]] > 1:
+                block = self.pool.allocate()
+                if block is not None:
+                    copies.append((r.blocks[shared], block))
+                    self.pool.release(r.blocks[shared])
+                    r.blocks[shared] = self.table[r.row, shared] = block
+                    self.stats["copied"] += 1
+                    continue
+            elif len(r.blocks) * self.bs < tokens:
+                block = self.pool.allocate()
+                if block is not None:
+                    self.table[r.row, len(r.blocks)] = block
+                    r.blocks.append(block)
+                    continue
+            else:
+                return True
+            last = max(self.running, key=lambda other: other.arrival)
+            self.let_go(last)
+            self.stats["preempted"] += 1
+            if last is r:
+                return False
+
+    def admit(self, r):
+        """Has r run, on what the pool still holds of its context, if there is room for the rest. The last token is
+        always computed: its logits are what is asked for."""
+        text = r.text[r.start:]
+        blocks, r.chain = self.pool.lookup(text[:-1])
+        for block in blocks:
+            self.pool.share(block)
+        if len(blocks) + len(self.pool.free) < -(-len(text) // self.bs):
+            for block in reversed(blocks):
+                self.pool.release(block)
+            return False
+        self.waiting.popleft()
+        self.seat(r, blocks, len(blocks) * self.bs)
+        r.registered = len(blocks)
+        self.stats["found"] += r.computed
+        return True
+
+    def seat(self, r, blocks, computed):
+        """Gives r a row, and what its next tokens are drawn by."""
+        r.row, r.blocks, r.computed, r.state, r.at_hand = self.rows.pop(), blocks, computed, "running", False
+        self.running.append(r)
+        self.table[r.row, :len(blocks)] = blocks
+        self.numbers[r.row, 2:] = r.seed, self.vocab if r.top_k is None else min(r.top_k, self.vocab)
+        self.shares[r.row] = r.temperature, 1.0 if r.top_p is None else r.top_p
+
+    def leave(self, r):
+        """r gives back its row and its blocks, the last first: a prefix is useful for longer than what follows it."""
+        self.running.remove(r)
+        self.rows.append(r.row)
+        self.numbers[r.row, 0] = 0
+        for block in reversed(r.blocks):
+            self.pool.release(block)
+        r.row, r.blocks, r.computed, r.chain, r.registered = None, [], 0, (0, 0), 0
+
+    def let_go(self, r):
+        """r waits, before all that came later, to compute its context again."""
+        self.leave(r)
+        r.state = "waiting"
+        at = next((i for i, other in enumerate(self.waiting) if other.arrival > r.arrival), len(self.waiting))
+        self.waiting.insert(at, r)
+
+    def end(self, r, state):
+        if r.state == "running":
+            self.leave(r)
+        elif r in self.waiting:
+            self.waiting.remove(r)
+        r.state = state
+        for other in r.samples:      # one that hasn't forked yet goes on without its leader
+            if r in other.forks:
+                other.forks.remove(r)
+        if r.forks:
+            heir, *heir.forks = r.forks
+            r.forks = []
+            at = next((i for i, other in enumerate(self.waiting) if other.arrival > heir.arrival), len(self.waiting))
+            self.waiting.insert(at, heir)
+
+    # ---- what runs
+
+    def launch(self, batch, copies):
+        """Starts a step; its tokens land later."""
+        with torch.inference_mode():
+            if copies:
+                a, b = torch.tensor(copies, device=self.device).T
+                for pages in (self.k, self.v):
+                    pages[:, b] = pages[:, a]
+            decoding = all(r.at_hand and r.context - r.computed == 1 for r, _ in batch)
+            drawn, tokens = self.decode(batch) if decoding else self.mixed(batch)
+            event = None
+            if self.device.type == "cuda":
+                tokens, event = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
+                event.record()
+        for r, n in batch:
+            r.computed += n
+            self.register(r)
+        for r in drawn:
+            r.flying, r.at_hand = r.flying + 1, True
+        self.flying.append((drawn, tokens, event))
+        self.stats["steps"] += 1
+        self.stats["computed"] += sum(n for _, n in batch)
+
+    def upload(self, *arrays):
+        """To the device, without waiting for what is under way there."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+        if self.device.type == "cuda":
+            return [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
+        return [x.to(self.device) for x in tensors]
+
+    def mixed(self, batch):
+        """Any numbers of tokens. -> the requests that draw one, their tokens."""
+        counts = np.array([n for _, n in batch])
+        ids, rows, pos, slots = [], [], [], []
+        for r, n in batch:
+            known = r.text[r.start + r.computed:r.start + r.computed + n]
+            ids += known + [-1] * (n - len(known))                           # -1: drawn, and still on the device
+            pos += range(r.computed, r.computed + n)
+            rows += [r.row] * n
+            slots += [r.blocks[p // self.bs] * self.bs + p % self.bs for p in range(r.computed, r.computed + n)]
+        lengths = np.array([r.computed + n for r, n in batch], np.int32)
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        ends = [end - 1 for end, (r, n) in zip(first[1:], batch) if r.computed + n == r.context]
+        drawn = [r for r, n in batch if r.computed + n == r.context]
+        drawn, ends = self.fork(drawn, ends)
+        self.numbers[[r.row for r in drawn], 1] = [len(r.text) + r.flying - r.prompt for r in drawn]
+        ids, rows, pos, slots, table, lengths, first, ends, who, numbers, shares = self.upload(
+            *map(np.array, (ids, rows, pos, slots)), self.table[[r.row for r, _ in batch]], lengths, first,
+            np.array(ends, np.int64), np.array([r.row for r in drawn], np.int64), self.numbers, self.shares)
+        ids = torch.where(ids < 0, self.last[rows], ids)                     # (N,)
+        pages = self.pages
+        pages.slots, pages.table, pages.length, pages.first = slots, table, lengths, first
+        pages.most = int(counts.max())
+        x = self.model.trunk(ids[None], pos[None], pages)[0, ends]           # (1, N, C) -> (b, C)
+        tokens = self.tokens(x, numbers[who], shares[who], self.plain(drawn))
+        self.last[who] = tokens.clamp(min=0)
+        return drawn, tokens
+
+    def fork(self, drawn, ends):
+        """The other samples of a prompt that has just been computed share its blocks and draw from its logits; those
+        for whom there is no row wait, and find what is full of it in the pool."""
+        forked = list(zip(drawn, ends))
+        for r, end in zip(drawn, ends):
+            for heir in r.forks:
+                if not self.rows:
+                    self.waiting.appendleft(heir)
+                    continue
+                for block in r.blocks:
+                    self.pool.share(block)
+                self.seat(heir, list(r.blocks), len(r.text) - r.start)
+                heir.chain, heir.registered = r.chain, r.registered
+                forked.append((heir, end))
+            r.forks = []
+        return [r for r, _ in forked], [end for _, end in forked]
+
+    def decode(self, batch):
+        """One token from each. -> the requests, their tokens. By rows, so that the shapes are those of few graphs; rows
+        without a request have length 0, and write into the block that nobody has."""
+        requests = [r for r, _ in batch]
+        rows = [r.row for r in requests]
+        self.numbers[:, 0] = 0
+        self.numbers[rows, 0] = [r.computed + 1 for r in requests]
+        self.numbers[rows, 1] = [len(r.text) + r.flying - r.prompt for r in requests]
+        for mine, x in zip(self.on_device, self.upload(self.table, self.numbers, self.shares)):
+            mine.copy_(x)
+        size = next(b for b in [*(2 ** i for i in range(20))] if b > max(rows))
+        size, plain = min(size, len(self.table)), self.plain(requests)
+        if not self.graph:
+            tokens = self.decode_rows(size, plain)
+        else:
+            tokens = self.replay(size, plain)
+        return requests, tokens[rows]
+
+    def decode_rows(self, size, plain):
+        """The next token of rows 0 .. size - 1, from what is on the device: (size,)."""
+        table, numbers, shares = (x[:size] for x in self.on_device)
+        length = numbers[:, 0]                                               # with the token that is computed now
+        pos = (length - 1).clamp(min=0)                                      # (size,)
+        block = table.gather(1, (pos // self.bs)[:, None])[:, 0].long()
+        slots = torch.where(length > 0, block * self.bs + pos % self.bs, (self.k.size(1) - 1) * self.bs)
+        pages = self.pages
+        pages.slots, pages.table, pages.length, pages.most = slots, table, length.int(), 1
+        pages.first = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        x = self.model.trunk(self.last[:size][None], pos[None], pages)[0]    # (1, size, C) -> (size, C)
+        tokens = self.tokens(x, numbers, shares, plain)
+        self.last[:size] = torch.where(length > 0, tokens.clamp(min=0), self.last[:size])
+        return tokens
+
+    def replay(self, size, plain):
+        """decode_rows as a CUDA graph, one for each size and way to draw, captured when first needed."""
+        if (size, plain) not in self.graphs:
+            last = self.last.clone()      # warming up draws tokens: nothing of that is to stay
+            stream = torch.cuda.Stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self.decode_rows(size, plain)
+                    self.last.copy_(last)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g, _ in self.graphs.values()), None)
+            with torch.cuda.graph(graph, pool=pool):
+                tokens = self.decode_rows(size, plain)
+            self.graphs[size, plain] = graph, tokens
+        graph, tokens = self.graphs[size, plain]
+        graph.replay()
+        return tokens
+
+    def tokens(self, x, numbers, shares, plain):
+        """The trunk's (b, C) -> tokens (b,), drawn by each row's numbers."""
+        logits = F.linear(x, self.model.table)[:, :self.vocab]               # (b, V)
+        return draw(logits, shares[:, 0], numbers[:, 3], shares[:, 1], numbers[:, 2], numbers[:, 1], plain)
+
+    def plain(self, requests):
+        return all(r.top_k is None and r.top_p is None for r in requests)
+
+    # ---- what comes of it
+
+    def register(self, r):
+        """Lets others find what is full of r's blocks, as far as its tokens are known here."""
+        while (r.registered + 1) * self.bs <= min(r.computed, len(r.text) - r.start):
+            i = r.start + r.registered * self.bs
+            r.chain = self.pool.register(r.blocks[r.registered], r.chain, r.text[i:i + self.bs])
+            r.registered += 1
+
+    def land(self):
+        """Takes in the tokens of the oldest step under way."""
+        drawn, tokens, event = self.flying.popleft()
+        if event:
+            event.synchronize()
+        for r, token in zip(drawn, tokens.tolist()):
+            r.flying -= 1
+            if r.done:      # it ended while this was under way
+                continue
+            if token < 0:
+                raise UserError("the model's logits are not numbers: its training diverged")
+            r.text.append(token)
+            self.events.append((r, token))
+            if token in r.stop or len(r.text) == r.prompt + r.max_new_tokens:
+                self.end(r, "stop" if token in r.stop else "length")
+            elif r.state == "running":
+                self.register(r)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The chapter's claims, predicted beside measured: python paged.py
+
+def mix(n, longest, seed=0):
+    """n requests of 16 to `longest` tokens, [(prompt, new)], all lengths and all shares of the prompt alike."""
+    rng = np.random.default_rng(seed)
+    totals = rng.integers(16, longest + 1, n)
+    prompts = (rng.random(n) * (totals - 1)).astype(int) + 1
+    return [(int(p), int(t - p)) for p, t in zip(prompts, totals)]
+
+
+def paged_waste(model, requests, num_blocks, block_size, max_batch):
+    """What the engine does with its memory on these requests: shares of the blocks in use that hold tokens, and that
+    don't yet, averaged over the steps while requests wait; tokens of a request on average."""
+    engine = Engine(model, num_blocks, block_size, max_batch)
+    for prompt, new in requests:
+        engine.add(np.random.default_rng(prompt * new).integers(0, engine.vocab, prompt), new, 0.0)
+    used, held = [], []
+    while engine.waiting:
+        engine.step()
+        used.append(sum(r.computed for r in engine.running))
+        held.append(sum(len(r.blocks) for r in engine.running) * block_size)
+    return sum(used) / sum(held), np.mean([u / max(1, len(engine.running)) for u in used])
+
+
+def show_waste(device):
+    """One table: a contiguous cache that reserves the longest, one that knows each length, and pages."""
+    longest, size, bs, rows = 1024, 8192, 16, 32
+    requests = mix(96, longest)
+    print(f"1  memory of a cache of {size:,} tokens, {len(requests)} requests of 16 to {longest} tokens; shares of it\n"
+          f"   {'':34}{'used':>8}{'reserved':>10}{'scattered':>11}")
+    for name, reserve in (("contiguous, the longest reserved", lambda p, n: longest),
+                          ("contiguous, each length known", lambda p, n: p + n)):
+        used, reserved, scattered = contiguous_waste(requests, size, reserve)
+        print(f"   {name:34}{used:8.1%}{reserved:10.1%}{scattered:11.1%}")
+    model = GPT(GPTConfig(vocab_size=65, block_size=longest, n_layer=1, n_head=1, n_embd=16), seed=1).to(device).eval()
+    used, each = paged_waste(model, requests, size // bs, bs, rows)
+    print(f"   {'pages of 16, what is in use':34}{used:8.1%}{1 - used:10.1%}{0:11.1%}\n"
+          f"   of pages only a request's last is partly empty: predicted {bs / 2 / (each + bs / 2):.1%} reserved, "
+          f"measured {1 - used:.1%}")
+
+
+def show_attention(device):
+    """On a GPU: decoding attention's bytes a second, beside a copy's. Elsewhere: the kernel's reference against the
+    definition."""
+    if device.type != "cuda":
+        k, v = torch.randn(2, 9, 16, 2, 64)
+        q, table = torch.randn(2, 2, 64), torch.randperm(9, dtype=torch.int32)[:8].view(2, 4)
+        length, start = torch.tensor([50, 64], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+        got = paged_attention(q, k, v, table, length, start, 1)
+        keys, values = (x[table[1].long()].flatten(0, 1).transpose(0, 1)[None] for x in (k, v))
+        want = torch_attention(q[1:].transpose(0, 1)[None], keys, values)[0, :, 0]
+        print(f"2  attention through a block table: largest difference {(got[1] - want).abs().max():.0e}")
+        return
+    x = torch.empty(2 ** 30, dtype=torch.int8, device=device)
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() / race({"": lambda: y.copy_(x)})[""] / 1e6
+    print(f"2  attention through block tables, GB/s of K and V; a copy moves {copy:,.0f} GB/s, reads and writes")
+    for nh, hs, R, T in ((12, 64, 1, 8192), (12, 64, 1, 32768), (12, 64, 16, 2048), (12, 64, 64, 1024),
+                         (12, 64, 64, 4096), (16, 128, 64, 4096)):
+        blocks = R * T // 16
+        k, v = torch.randn(2, blocks, 16, nh, hs, device=device, dtype=torch.bfloat16)
+        table = torch.randperm(blocks, dtype=torch.int32, device=device).view(R, -1)
+        line = f"   {nh} heads of {hs}, {R:3} x {T:6}:"
+        for n in (1, 5):
+            q = torch.randn(R * n, nh, hs, device=device, dtype=torch.bfloat16)
+            length = torch.full((R,), T, dtype=torch.int32, device=device)
+            start = torch.arange(R + 1, dtype=torch.int32, device=device) * n
+            ms = race({"": lambda: paged_attention(q, k, v, table, length, start, n)})[""]
+            line += f"  {n} new {2 * k.numel() * 2 / ms / 1e6:6,.0f} GB/s, {1e3 * ms:6.1f} us"
+        print(line)
+
+
+def show_engine(device):
+    """Tokens computed and seconds: without a cache, with a contiguous one, by the engine."""
+    small = device.type != "cuda"
+    config = (GPTConfig(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=128) if small else
+              GPTConfig(vocab_size=50257, block_size=1024, bias=False))
+    model = GPT(config, seed=1).to(device, torch.float32 if small else torch.bfloat16).eval()
+    R, T, new = (8, 32, 64) if small else (64, 256, 128)
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (R, T))
+
+    def plain():
+        model.generate(torch.from_numpy(prompts[:1]).to(device), new, 0.0)
+
+    def contiguous():
+        cache, x = ContiguousCache(model, T + new), torch.from_numpy(prompts[:1]).to(device)
+        with torch.inference_mode():
+            for _ in range(new):
+                logits = model(x, torch.arange(cache.used, cache.used + x.size(1), device=device), cache)
+                cache.advance(x.size(1))
+                x = logits[:, -1:].argmax(-1)
+
+    def engine(n):
+        def run():
+            for prompt in prompts[:n]:
+                made.add(prompt, new, 0.0)
+            list(made.run())
+        made = Engine(model, 2 * R * -(-(T + new) // 16), max_batch=R)
+        return run
+    print(f"3  {model.num_params():,} parameters, prompts of {T}, {new} new tokens\n"
+          f"   {'':34}{'tokens computed for one: predicted':>36}{'tokens/s':>10}")
+    for name, f, count, predicted in (
+            ("no cache", plain, 1, f"{sum(range(T, T + new)):,}"),
+            ("contiguous cache", contiguous, 1, f"{T + new - 1:,}"),
+            ("engine, 1 request", engine(1), 1, f"{T + new - 1:,}"),
+            (f"engine, {R} requests", engine(R), R, f"{T + new - 1:,}, weights read once for {R}")):
+        f()
+        begin = time.perf_counter()
+        f()
+        taken = time.perf_counter() - begin
+        print(f"   {name:34}{predicted:>36}{count * new / taken:10,.0f}")
+
+
+if __name__ == "__main__":
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    show_waste(here)
+    show_attention(here)
+    show_engine(here)
