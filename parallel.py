@@ -1546,15 +1546,19 @@ class Parallel:
         totals = torch.stack([(targets >= 0).sum() for _, targets in pairs])               # (M,)
         all_reduce(totals, self.mesh.data)
         shares, totals = totals / totals.sum().clamp(min=1), totals.clamp(min=1)
-        self.parts = {m: self.parts[m] for m, _, _ in self.held}      # those with a backward to come
         self.parts |= {self.begun + i: Part(*pair, totals[i], shares[i], lr) for i, pair in enumerate(pairs)}
         self.norm = torch.zeros((), dtype=self.wide, device=self.mesh.device)
         self.begun += len(pairs)
         actions, later = self.actions(self.begun), self.mesh.pp.size - 1 - self.mesh.pp.rank
-        begin, self.done = self.done, len(actions) - 2 * min(self.begun, later)
         for unit in self.units:
             unit.due = unit.uses
-        return self.execute(actions[begin:self.done]), self.norm
+        loss = self.execute(actions[self.done:len(actions) - 2 * min(self.begun, later)])
+        # what is still to come back is numbered from 0 again, as the first forwards of what follows
+        shift = self.begun - min(self.begun, later)
+        self.held = {(m - shift, piece, part): x for (m, piece, part), x in self.held.items()}
+        self.parts = {m - shift: x for m, x in self.parts.items() if m >= shift}
+        self.begun = self.done = self.begun - shift
+        return loss, self.norm
 
     def step_alone(self, lr):
         """This stage's update with the gradient of one micro-batch. It's clipped by the norm of the stage's part: to
@@ -1637,7 +1641,8 @@ class Parallel:
         """What differs from step to step, (4,) float64 on the device, where a graph finds it: the learning rate, Adam's
         corrections 1 - beta^t, the scale of the loss."""
         args, t = self.args, self.updates
-        x = torch.tensor([lr, 1 - args.beta1 ** t, 1 - args.beta2 ** t, self.scale], dtype=torch.float64)
+        exact = torch.float32 if self.mesh.device.type == "mps" else torch.float64
+        x = torch.tensor([lr, 1 - args.beta1 ** t, 1 - args.beta2 ** t, self.scale], dtype=exact)
         return x.to(self.mesh.device, non_blocking=True)
 
     def finish(self, norm, lr):

@@ -733,7 +733,7 @@ def take_step(engine, batch, lr, trace, bar):
         return engine.train_step(*batch, lr)
     found = []
     timeline, launches = engine.traced(lambda: found.append(engine.train_step(*batch, lr)))
-    P, M = engine.mesh.pp.size, len(engine.parts)
+    P, M = engine.mesh.pp.size, len(batch[0]) // engine.args.micro_batch
     if engine.main:
         with open(trace, "w") as file:
             json.dump(timeline.trace(launches), file)

@@ -14,7 +14,7 @@ import time
 import traceback
 import weakref
 from argparse import Namespace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 if __name__ == "__main__":      # a rank
@@ -51,6 +51,12 @@ MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
 # ---- in the ranks -----------------------------------------------------------------------------------------------
 
+@cache
+def mesh_of(ep=1, pp=1, tp=1):
+    """One for all cases: each has a dozen groups, with threads of their own."""
+    return Mesh(ep=ep, pp=pp, tp=tp)
+
+
 def shape(mode, world):
     """The model that a mode is tried on: with experts, of which tokens are dropped, if it's about them."""
     config = dict(ODD, n_head=3 if world == 3 else 4, bias=mode.get("bias", True))
@@ -67,7 +73,7 @@ def batch(step, seed):
 
 
 def engine_of(mode, world, dtype, accumulation=2, **options):
-    mesh = Mesh(ep=mode.get("ep", 1), pp=mode.get("pp", 1), tp=mode.get("tp", 1))
+    mesh = mesh_of(ep=mode.get("ep", 1), pp=mode.get("pp", 1), tp=mode.get("tp", 1))
     options = {name: mode[name] for name in ("schedule", "chunks", "slices", "recompute") if name in mode} | options
     micro = 12 // mesh.data.size // accumulation
     args = Namespace(**{**OPTIONS, "zero": mode.get("zero", 0), "dtype": dtype, "micro_batch": micro, **options})
@@ -198,7 +204,7 @@ def peak(world, seed):
     found, config = {}, GPTConfig(vocab_size=65, block_size=8, n_layer=24, n_head=4, n_embd=96)
     for zero in range(4):
         args = Namespace(**OPTIONS | dict(batch_size=2, micro_batch=1, zero=zero, dtype=torch.float32))
-        engine = Parallel(config, Mesh(), args)
+        engine = Parallel(config, mesh_of(), args)
         idx, targets = (x[:1] for x in batch(0, seed))
         engine.backward(idx, targets), engine.step(1e-2)
         watch = Watch([x for u in engine.units for x in (u.full, u.own, u.master, u.exp_avg, u.exp_avg_sq)])
@@ -211,7 +217,7 @@ def peak(world, seed):
 
 def collectives(world, seed):
     """Each beside its definition; what isn't contiguous is refused by all of them."""
-    rank, group, found = dist.get_rank(), Mesh().world, []
+    rank, group, found = dist.get_rank(), mesh_of().world, []
     everyone = [torch.arange(6.0).view(world, 6 // world) * 10 ** r for r in range(world)] if 6 % world == 0 else [
         torch.arange(float(world * 2)).view(world, 2) * 10 ** r for r in range(world)]
     x = everyone[rank]
@@ -295,7 +301,7 @@ def checkpoints(world, seed):
 def dropout(world, seed):
     """What every tensor rank computes alike is dropped alike; heads, and data ranks, draw their own."""
     config = GPTConfig(**ODD, n_head=4, dropout=0.5)
-    mesh = Mesh(tp=2)
+    mesh = mesh_of(tp=2)
     engine = Parallel(config, mesh, Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=1)))
     torch.manual_seed(seed + mesh.data.rank)
     streams = []
@@ -321,7 +327,7 @@ def one_expert_gets_all(world, seed):
             if "router" in key:
                 weights[key] = torch.zeros_like(weights[key])                # all the same: the lowest id
         args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=6))
-        engine = Parallel(config, Mesh(ep=2), args, start={"model": weights})
+        engine = Parallel(config, mesh_of(ep=2), args, start={"model": weights})
         model = GPT(config).double()
         model.load_state_dict(weights)
         idx, targets = batch(0, seed)
@@ -351,7 +357,7 @@ def pipelines(world, seed):
     for i, (schedule, options) in enumerate(PIPES):
         tied, chunks, slices = (options.get(*x) for x in (("tied", True), ("chunks", 1), ("slices", None)))
         config = GPTConfig(**{**ODD, "n_layer": world * chunks + 1}, n_head=4, tied=tied)
-        mesh, alone = Mesh(pp=world), Mesh.alone(torch.device("cpu"))
+        mesh, alone = mesh_of(pp=world), Mesh.alone(torch.device("cpu"))
         for M in (1, 2, 3, 5, 8) if i < 4 else (2, 5):
             args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, batch_size=M, micro_batch=1, schedule=schedule,
                                               partition=[2] + [1] * (world * chunks - 1) if M == 2 else None)
@@ -413,7 +419,7 @@ def asynchronous(world, seed):
     holds at once, counted; and then, flushed, as one process goes on from its weights."""
     config = GPTConfig(**{**ODD, "n_layer": world + 1}, n_head=4, tied=False)
     options = OPTIONS | dict(zero=0, dtype=torch.float32, batch_size=6, micro_batch=2, schedule="pipedream")
-    engine, found, alive = Parallel(config, Mesh(pp=world), Namespace(**options)), [], weakref.WeakSet()
+    engine, found, alive = Parallel(config, mesh_of(pp=world), Namespace(**options)), [], weakref.WeakSet()
     most, execute = [0], torch.autograd.backward
 
     def counted(*args):
@@ -452,7 +458,7 @@ def pipedream_learns(world, seed):
     found = []
     for schedule, n in (("pipedream", 12), ("1f1b", 2)):
         args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float32, batch_size=n, micro_batch=2, schedule=schedule))
-        engine, losses = Parallel(config, Mesh(pp=world), args), []
+        engine, losses = Parallel(config, mesh_of(pp=world), args), []
         g = torch.Generator().manual_seed(seed)
         table = torch.randint(17, (17,), generator=g)
 
@@ -476,7 +482,7 @@ def large_messages(world, seed, size=(64 << 20) // 4):
     for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
         config = GPTConfig(vocab_size=65, block_size=1, n_layer=world * chunks, n_head=1, n_embd=8)
         args = Namespace(**OPTIONS | dict(zero=0, dtype=torch.float32, micro_batch=1, schedule=schedule, chunks=chunks))
-        engine = Parallel(config, Mesh(pp=world), args)
+        engine = Parallel(config, mesh_of(pp=world), args)
         engine.config = Namespace(n_embd=size, n_expert=0)
         x = torch.ones(1, 1, size)
 
