@@ -80,8 +80,9 @@ def test_waste_of_reserving_everything():
 
 # ---- blocks -----------------------------------------------------------------------------------------------------
 
-def test_a_prefix_is_found_by_its_tokens_and_what_came_before():
-    pool = BlockPool(6, 2)
+@pytest.mark.parametrize("key", [hash, lambda x: 7])
+def test_a_prefix_is_found_by_its_tokens_and_what_came_before(key):
+    pool = BlockPool(6, 2, key)
     a, b, c = (pool.allocate() for _ in range(3))
     chain = pool.register(a, (0, 0), [1, 2])
     pool.register(b, chain, [3, 4])
