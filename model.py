@@ -537,7 +537,7 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     very numbers for target and draft. Raises UserError on numbers outside those ranges. """
     if not isinstance(temperature, torch.Tensor):
         check_sampling(temperature, top_k, top_p)
-        temperature = logits.new_full(logits.shape[:-1], temperature, dtype=torch.float32)
+        temperature = logits.new_full(logits.shape[:-1], min(temperature, 3e38), dtype=torch.float32)
     top_k, top_p = (x[..., None] if isinstance(x, torch.Tensor) else x for x in (top_k, top_p))
     V, likeliest = logits.size(-1), F.one_hot(logits.argmax(-1), logits.size(-1)).float()      # (..., V)
     greedy = temperature[..., None] < 1e-6      # the limit; float32 couldn't divide by less
@@ -551,6 +551,7 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     probs = sorted_logits.softmax(-1)                                        # (..., V), likeliest first
     if top_p is not None:
         beyond = probs.cumsum(-1) - probs >= top_p                           # what came before already reached p
+        beyond[..., 0] = False                                               # however small that is
         probs = probs.masked_fill(beyond & (torch.as_tensor(top_p, device=order.device) < 1), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     probs = torch.zeros_like(probs).scatter(-1, order, probs)                # back to the order of ids

@@ -27,6 +27,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict, deque
 from itertools import count
+from operator import index
 
 import numpy as np
 import torch
@@ -316,7 +317,7 @@ def draw(logits, temperature, top_k, top_p, seed, n, plain):
     p = distribution(logits, temperature, *((None, None) if plain else (top_k, top_p)))      # (b, V)
     cdf = p.cumsum(-1, dtype=wide(p))                                        # (b, V)
     token = (cdf <= uniform(seed, n)[:, None] * cdf[:, -1:]).sum(-1).clamp(max=logits.size(-1) - 1)
-    return torch.where(cdf[:, -1].isfinite(), token, -1)
+    return torch.where(logits.amax(-1).isfinite(), token, -1)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -358,6 +359,14 @@ class Request:
         return self.state not in ("waiting", "running")
 
 
+def whole(name, x):
+    """x as an int; UserError if it's none, such as 2.5 or "2"."""
+    try:
+        return index(x)
+    except TypeError:
+        raise UserError(f"{name}={x!r} must be a whole number") from None
+
+
 class Pages:
     """The engine's `attend`: puts the new keys and values into their slots and attends through the block tables."""
 
@@ -381,7 +390,7 @@ class Engine:
 
     def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=1024, graph=True, hash=hash):
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch)):
-            if value < 1:
+            if whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
         config, weight = model.config, model.table
         self.model, self.device, self.vocab, self.limit = model, weight.device, config.vocab_size, config.block_size
@@ -391,7 +400,7 @@ class Engine:
         self.pages = Pages(self.k, self.v)
         self.graph = graph and self.device.type == "cuda"
         self.lag = int(self.device.type == "cuda")
-        self.waiting, self.running, self.flying, self.events, self.arrivals = deque(), [], deque(), [], count()
+        self.waiting, self.running, self.flying, self.events, self.arrivals = deque(), [], deque(), deque(), count()
         self.rows, self.graphs = list(range(max_batch))[::-1], {}            # free rows, the lowest last
         # by row, on the host and on the device: what a step of decoding needs
         self.table = np.zeros((max_batch, -(-self.limit // block_size)), np.int32)
@@ -407,8 +416,9 @@ class Engine:
         """-> Request. tokens: the prompt, ids, at least one; of more than the model's block_size the end counts. stop:
         ids that end the text, themselves its last token. n: samples of the prompt, `samples` of what is returned, each
         from a stream of its own. UserError for what can't be served."""
-        tokens, stop = [int(t) for t in tokens], [int(t) for t in stop]
-        check_sampling(temperature, top_k, top_p)
+        tokens, stop = [whole("a token", t) for t in tokens], [whole("stop", t) for t in stop]
+        max_new_tokens, n, seed = whole("max_new_tokens", max_new_tokens), whole("n", n), whole("seed", seed)
+        check_sampling(temperature, top_k if top_k is None else whole("top_k", top_k), top_p)
         if not tokens:
             raise UserError("the prompt is empty; generation needs at least one token to start from")
         for what, ids in (("prompt", tokens), ("stop", stop)):
@@ -417,7 +427,7 @@ class Engine:
                 raise UserError(f"{what} has the id {bad}, but the model's ids end at {self.vocab - 1}")
         if max_new_tokens < 0 or n < 1:
             raise UserError(f"max_new_tokens={max_new_tokens} and n={n} must be at least 0 and 1")
-        need = -(-min(len(tokens) + max_new_tokens - 1, self.limit) // self.bs)
+        need = -(-min(len(tokens) + max_new_tokens - 1, self.limit) // self.bs) if max_new_tokens else 0
         if need > len(self.pool.users):
             raise UserError(f"a request of {len(tokens)} + {max_new_tokens} tokens needs {need} blocks of {self.bs}, "
                             f"and the cache has {len(self.pool.users)}")
@@ -440,22 +450,29 @@ class Engine:
 
     def step(self):
         """Runs one batch. -> [(request, token)], what has become known. Call it while `busy`."""
+        self.turn()
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def turn(self):
         batch, copies = self.plan()
         if batch:
             self.launch(batch, copies)
         while len(self.flying) > (self.lag if batch else 0):
             self.land()
-        events, self.events = self.events, []
-        return events
 
     @property
     def busy(self):
         return bool(self.waiting or self.running or self.flying)
 
     def run(self):
-        """Yields (request, token) as they come, until all have ended."""
-        while self.busy:
-            yield from self.step()
+        """Yields (request, token) as they come, until all have ended. Who leaves it and comes back misses none."""
+        while self.busy or self.events:
+            if not self.events:
+                self.turn()
+            while self.events:
+                yield self.events.popleft()
 
     # ---- who runs
 
@@ -537,7 +554,7 @@ class Engine:
         self.running.append(r)
         self.table[r.row, :len(blocks)] = blocks
         self.numbers[r.row, 2:] = r.seed, self.vocab if r.top_k is None else min(r.top_k, self.vocab)
-        self.shares[r.row] = r.temperature, 1.0 if r.top_p is None else r.top_p
+        self.shares[r.row] = min(r.temperature, 3e38), 1.0 if r.top_p is None else r.top_p
 
     def leave(self, r):
         """r gives back its row and its blocks, the last first: a prefix is useful for longer than what follows it."""
@@ -552,6 +569,10 @@ class Engine:
         """r waits, before all that came later, to compute its context again."""
         self.leave(r)
         r.state = "waiting"
+        self.queue(r)
+
+    def queue(self, r):
+        """r waits in the order of arrival."""
         at = next((i for i, other in enumerate(self.waiting) if other.arrival > r.arrival), len(self.waiting))
         self.waiting.insert(at, r)
 
@@ -567,8 +588,7 @@ class Engine:
         if r.forks:
             heir, *heir.forks = r.forks
             r.forks = []
-            at = next((i for i, other in enumerate(self.waiting) if other.arrival > heir.arrival), len(self.waiting))
-            self.waiting.insert(at, heir)
+            self.queue(heir)
 
     # ---- what runs
 
@@ -636,7 +656,7 @@ class Engine:
         for r, end in zip(drawn, ends):
             for heir in r.forks:
                 if not self.rows:
-                    self.waiting.appendleft(heir)
+                    self.queue(heir)
                     continue
                 for block in r.blocks:
                     self.pool.share(block)
@@ -656,8 +676,7 @@ class Engine:
         self.numbers[rows, 1] = [len(r.text) + r.flying - r.prompt for r in requests]
         for mine, x in zip(self.on_device, self.upload(self.table, self.numbers, self.shares)):
             mine.copy_(x)
-        size = next(b for b in [*(2 ** i for i in range(20))] if b > max(rows))
-        size, plain = min(size, len(self.table)), self.plain(requests)
+        size, plain = min(1 << max(rows).bit_length(), len(self.table)), self.plain(requests)
         if not self.graph:
             tokens = self.decode_rows(size, plain)
         else:
@@ -725,6 +744,7 @@ class Engine:
             if r.done:      # it ended while this was under way
                 continue
             if token < 0:
+                self.end(r, "aborted")
                 raise UserError("the model's logits are not numbers: its training diverged")
             r.text.append(token)
             self.events.append((r, token))

@@ -1193,12 +1193,12 @@ class Unit:
 class Pending:
     """Reductions under way. At most two: a third waits for the first, or every full gradient would stay alive."""
 
-    def __init__(self):
-        self.queue = deque()
+    def __init__(self, most=2):
+        self.queue, self.most = deque(), most
 
     def put(self, work, then):
         self.queue.append((work, then))
-        if len(self.queue) > 2:
+        if len(self.queue) > self.most:
             self.take()
 
     def take(self):
@@ -1313,7 +1313,7 @@ class Parallel:
         sizes = args.partition or [len(part) for part in np.array_split(range(config.n_layer), self.pieces)]
         self.layers = [range(end - n, end) for n, end in zip(sizes, np.cumsum(sizes).tolist())]
         self.slices = args.slices or [config.block_size]
-        self.stream = args.schedule == "pipedream" and P > 1                 # never flushed but for a look at the model
+        self.stream = args.schedule == "pipedream"                           # never flushed but for a look at the model
         self.models = {i: GPT(config, self.layers[i], seed=None, attention=args.attention, device="meta")
                        for i in range(s, self.pieces, P)}
         slots = {}
@@ -1333,13 +1333,15 @@ class Parallel:
         several = args.batch_size // mesh.data.size > args.micro_batch
         grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
         self.pending = Pending()
+        # a tied embedding's: the other stage joins when its backward is through, which may need ours: never wait before
+        self.pending_tied = Pending(math.inf)
 
         def unit(names, group, stage=args.zero):
             if not names:
                 return []
             places = {name: slots[name] for name in names}
             made = Unit(places, group, stage, dtype, grad_dtype, args.device, self.stream)
-            made.pending = self.pending
+            made.pending = self.pending_tied if group is mesh.tied and P > 1 else self.pending
             return [made]
         inner = [name for name in slots if name.startswith("blocks.")]
         rest, self.units = [name for name in slots if name not in inner], []
@@ -1475,6 +1477,7 @@ class Parallel:
         loss = self.execute(self.actions(len(self.parts), "1f1b" if self.stream else None))
         self.sent()
         self.pending.drain()
+        self.pending_tied.drain()
         return loss
 
     def execute(self, actions):
@@ -1675,6 +1678,7 @@ class Parallel:
     def traced(self, step):
         """Runs step() and notes what each rank did when, in seconds since all began together; all ranks call it.
         -> its Timeline, and [(rank, moment, kind, bytes)] of the messages and collectives that the hosts launched."""
+        self.flush()
         self.mesh.any(False)      # with the device idle and the ranks together
         begin, start, self.marks, LEDGER.launched = now(self.mesh.device), time.perf_counter(), [], []
         step()

@@ -51,25 +51,28 @@ def options():
     return p
 
 
-def read_prompt(prompt):
-    """TEXT, @FILE or @- -> the text; bytes that aren't UTF-8 are kept (as surrogates)."""
-    if not prompt.startswith("@"):
-        return prompt
-    if prompt == "@-" and sys.stdin is None:
-        raise UserError("prompt=@- can't be read: standard input is closed")
+def read(option, name):
+    """The text of file `name`, - for standard input; bytes that aren't UTF-8 are kept (as surrogates)."""
+    if name == "-" and sys.stdin is None:
+        raise UserError(f"{option} can't be read: standard input is closed")
     try:
-        raw = sys.stdin.buffer.read() if prompt == "@-" else Path(prompt[1:]).read_bytes()
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise UserError(f"prompt={prompt} can't be read: {error.strerror}") from None
+        raise UserError(f"{option} can't be read: {error.strerror}") from None
     return raw.decode("utf-8", "surrogateescape")
 
 
 def read_prompts(args):
-    """What --prompt and --prompts ask for: a list of texts, in that order."""
-    texts = [read_prompt(prompt) for prompt in args.prompt or []]
-    if args.prompts:
-        lines = read_prompt("@" + args.prompts).removesuffix("\n").split("\n")
-        texts += [line.removesuffix("\r") for line in lines]
+    """What --prompt (TEXT, @FILE or @-) and --prompts ask for: a list of texts, in that order."""
+    given = args.prompt or []
+    if given.count("@-") + (args.prompts == "-") > 1:
+        raise UserError("standard input can be read once, and is asked for several times")
+    texts = [read(f"prompt={prompt}", prompt[1:]) if prompt.startswith("@") else prompt for prompt in given]
+    if args.prompts is not None:
+        text = read(f"prompts={args.prompts}", args.prompts)
+        if not text:
+            raise UserError(f"prompts={args.prompts} is empty; a prompt of nothing is an empty line")
+        texts += [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     return texts or [""]
 
 
@@ -81,11 +84,12 @@ def write_samples(model, tokenizer, args):
     if bad is not None:
         raise UserError(f"the prompt has the id {bad}, but the model's ids end at {model.config.vocab_size - 1}")
     one = -(-model.config.block_size // 16)
-    blocks = one * min(args.max_batch, len(prompts) * args.num_samples)
+    batch = min(args.max_batch, len(prompts) * args.num_samples)
+    blocks = one * batch
     if model.table.is_cuda:      # what fits; with less, some texts wait
         config, free = model.config, torch.cuda.mem_get_info(model.table.device)[0]
         blocks = max(one, min(blocks, int(0.8 * free) // (32 * config.n_layer * config.n_embd * model.table.itemsize)))
-    engine = Engine(model, blocks, 16, args.max_batch)
+    engine = Engine(model, blocks, 16, batch)
     texts = [(ids, sample) for j, ids in enumerate(prompts) for sample in engine.add(
         ids or [tokenizer.start(model.config.vocab_size)], args.max_new_tokens, args.temperature, args.top_k,
         args.top_p, derive(args.seed, j) if j else args.seed, n=args.num_samples).samples]
@@ -96,7 +100,7 @@ def write_samples(model, tokenizer, args):
             ids, sample = texts[at]
             if decode is None:
                 decode, shown = tokenizer.decoder(), 0
-                print(("\n\n" if at else "") + decode(ids), end="", flush=True)
+                print(("\n" if at else "") + decode(ids), end="", flush=True)
             news = sample.text[sample.prompt + shown:]
             print(decode(news), end="", flush=bool(news))
             shown += len(news)

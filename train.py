@@ -286,7 +286,8 @@ def check(args):
 def check_slices(args):
     """UserError unless token_slices fits the other options; "auto" stays, else it becomes a number."""
     if args.token_slices != "auto":
-        if not str(args.token_slices).isdigit() or not 1 <= int(args.token_slices) <= (args.block_size or 1):
+        number = str(args.token_slices)
+        if not (number.isascii() and number.isdigit() and len(number) < 10 and 1 <= int(number) <= args.block_size):
             raise UserError(f"token_slices={args.token_slices} must be auto or between 1 and "
                             f"block_size={args.block_size}")
         args.token_slices = int(args.token_slices)
@@ -735,8 +736,10 @@ def take_step(engine, batch, lr, trace, bar):
     timeline, launches = engine.traced(lambda: found.append(engine.train_step(*batch, lr)))
     P, M = engine.mesh.pp.size, len(batch[0]) // engine.args.micro_batch
     if engine.main:
-        with open(trace, "w") as file:
-            json.dump(timeline.trace(launches), file)
+        try:
+            Path(trace).write_text(json.dumps(timeline.trace(launches)))
+        except OSError as error:      # no reason to end the run
+            bar.write(f"train.py: trace={trace} can't be written: {error.strerror}", file=sys.stderr)
         schedule = SCHEDULES[engine.args.schedule](engine.args.chunks, len(engine.slices))
         line = simulate([schedule(s, P, M) for s in range(P)])
         bar.write(f"trace in {trace}: bubble of {M} micro-batches on {P} stages {line.bubble:.3f} predicted, "
@@ -924,6 +927,8 @@ def prepare(args, data, start):
     if start and start["tokenizer"] != data.tokenizer.kind:
         raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
                         f"{start['tokenizer']}")
+    if args.trace is not None and (not Path(args.trace).parent.is_dir() or Path(args.trace).is_dir() or not args.trace):
+        raise UserError(f"trace={args.trace} is no file that can be written")
     jobs = [("ckpt", args, start)]
     if args.draft:
         draft = draft_options(args)

@@ -327,6 +327,11 @@ def test_bad_requests_and_aborts(model):
                         (([1], 1, -1.0), "temperature"), (([1], 1, 1.0, 0), "top_k"), (([1], 1, 1.0, None, 1.5), "top_p")):
         with pytest.raises(UserError, match=words):
             engine.add(*args)
+    for options in (dict(max_new_tokens=2.5), dict(n=1.0), dict(seed="a"), dict(top_k=1.5), dict(stop=[1.5])):
+        with pytest.raises(UserError, match="must be a whole number"):
+            engine.add([1], **options)
+    with pytest.raises(UserError, match="a token=1.7 must be a whole number"):
+        engine.add([1.7])
     with pytest.raises(UserError, match="stop has the id 70"):
         engine.add([1], stop=[70])
     with pytest.raises(UserError, match="n=0"):
@@ -345,6 +350,45 @@ def test_bad_requests_and_aborts(model):
     for name, options in (("num_blocks=0", (0,)), ("block_size=0", (1, 0)), ("max_batch=0", (1, 1, 0))):
         with pytest.raises(UserError, match=name):
             Engine(model, *options)
+
+
+def test_numbers_of_any_kind_are_the_same(model):
+    texts = []
+    for kind in (int, np.int64, torch.tensor):
+        engine = engine_of(model, 20, 4)
+        texts.append(engine.add([kind(1), kind(2)], kind(6), seed=kind(3), top_k=kind(5)))
+        drain(engine)
+    assert texts[0].tokens == texts[1].tokens == texts[2].tokens
+
+
+def test_samples_without_a_row_come_in_order_and_no_event_is_lost(model):
+    engine = engine_of(model, 20, 4, max_batch=1)
+    samples, seen = engine.add([1, 2], 3, n=5).samples, []
+    while engine.busy or engine.events:
+        for request, _ in engine.run():
+            seen.append(samples.index(request))
+            break
+    assert seen == [i for i in range(5) for _ in range(3)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_are_said(model, temperature):
+    broken = GPT(model.config, seed=1).to(DEVICE).eval()
+    broken.wte.weight.data[0, 0] = math.nan
+    engine = engine_of(broken, 20, 4)
+    engine.add([1, 2], 4, temperature)
+    with pytest.raises(UserError, match="not numbers"):
+        drain(engine)
+
+
+@pytest.mark.parametrize("options", [dict(top_p=1e-46), dict(temperature=1e39), dict(top_p=1e-320, top_k=3)])
+def test_extreme_options(model, options):
+    engine = engine_of(model, 20, 4)
+    request = engine.add([1, 2], 4, **options)
+    drain(engine)
+    assert len(request.tokens) == 4
+    text = model.generate(torch.tensor([[1, 2]], device=DEVICE), 4, **options)[0].tolist()[2:]
+    assert "top_p" not in options or request.tokens == text == greedy(model, [1, 2], 4)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -93,6 +93,21 @@ def test_prompt_files(ckpt, capsys, tmp_path):
     assert "No such file" in refused(capsys, f"--ckpt={ckpt}", f"--prompt=@{tmp_path / 'none'}")
 
 
+def test_prompts_of_a_file_come_out_in_order(ckpt, capsys, tmp_path):
+    path, alone = tmp_path / "prompts.txt", []
+    for text in ("ab", "", "é"):
+        alone.append(write(capsys, ckpt, f"--prompt={text}", "--temperature=0"))
+    for raw in (b"ab\n\n\xc3\xa9\n", b"ab\r\n\r\n\xc3\xa9"):
+        path.write_bytes(raw)
+        for batch in (1, 2, 10 ** 15):
+            assert write(capsys, ckpt, f"--prompts={path}", "--temperature=0", f"--max_batch={batch}") == "\n".join(alone)
+    assert write(capsys, ckpt, "--prompt=ab", "--prompt=", "--prompt=é", "--temperature=0") == "\n".join(alone)
+    path.write_bytes(b"")
+    assert "prompts=" in refused(capsys, f"--ckpt={ckpt}", f"--prompts={path}")
+    assert "prompts=" in refused(capsys, f"--ckpt={ckpt}", f"--prompts={tmp_path / 'none'}")
+    assert "once" in refused(capsys, f"--ckpt={ckpt}", "--prompt=@-", "--prompts=-")
+
+
 def test_a_model_of_numbers(ids_ckpt, capsys):
     out = write(capsys, ids_ckpt, "--prompt=7 8 299")
     assert len(out.split()) == 33 and out.startswith("7 8 299 ") and max(map(int, out.split())) < 300

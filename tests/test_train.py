@@ -281,6 +281,15 @@ def test_a_replayed_step_is_the_step(text, tmp_path, options):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_pipedream_on_one_process_is_a_step_for_each_micro_batch(text, tmp_path):
+    options = ["--no-tied", "--max_steps=3", "--lr=1e-3", "--min_lr=1e-3", "--warmup_steps=0", f"--trace={tmp_path / 'x'}"]
+    assert run(text, tmp_path / "a", "--schedule=pipedream", "--micro_batch=2", *options) == 0
+    ckpt = load_checkpoint(tmp_path / "a" / "ckpt.pt")
+    assert ckpt["updates"] == 6 and ckpt["step"] == 3 and (tmp_path / "x").exists()
+    capture = [options[0], f"--trace={tmp_path / 'none' / 'x'}"]
+    assert run(text, tmp_path / "b", *capture) == 2
+
+
 def test_default_steps_run_in_one_micro_batch():
     """A preset that splits its batch for no need is many times slower on one device."""
     for preset in ("cpu", "baby"):
