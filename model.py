@@ -534,7 +534,8 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     temperature >= 0 divides the logits; 0 is argmax. top_k >= 1 keeps the k likeliest ids (None, or more than V: all).
     top_p in (0, 1] then keeps the fewest whose probability reaches p (Holtzman et al. 2019). Ties go to the lower id,
     so top_k=1 is argmax. Each is a number, or a tensor (...,) with one for each row. Speculative decoding needs these
-    very numbers for target and draft. Raises UserError on numbers outside those ranges. """
+    very numbers for target and draft. Raises UserError on numbers outside those ranges.
+    """
     if not isinstance(temperature, torch.Tensor):
         check_sampling(temperature, top_k, top_p)
         temperature = logits.new_full(logits.shape[:-1], min(temperature, 3e38), dtype=torch.float32)

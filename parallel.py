@@ -693,9 +693,9 @@ def naive(s, P, M):
     return weave(*both(s, M), 0)
 
 
-def gpipe(s, P, M):
+def gpipe(s, P, M, slices=1):
     """All forward, then all backward. Huang et al. 2019, 1811.06965."""
-    return weave(*both(s, M), M)
+    return weave(*both(s, M, slices), M * slices)
 
 
 def one_f_one_b(s, P, M, slices=1):
@@ -721,11 +721,11 @@ def pipedream(s, P, M):
 
 def terapipe(s, P, M, slices):
     """GPipe over the token slices of each sequence. Li et al. 2021, 2102.07988."""
-    return weave(*both(s, M, slices), M * slices)
+    return gpipe(s, P, M, slices)
 
 
 # what --schedule chooses from: (pieces a rank, slices) -> schedule(s, P, M)
-SCHEDULES = {"gpipe": lambda chunks, slices: partial(terapipe, slices=slices),
+SCHEDULES = {"gpipe": lambda chunks, slices: partial(gpipe, slices=slices),
              "1f1b": lambda chunks, slices: partial(one_f_one_b, slices=slices),
              "interleaved": lambda chunks, slices: partial(interleaved, v=chunks),
              "pipedream": lambda chunks, slices: pipedream}
@@ -1356,7 +1356,7 @@ class Parallel:
         self.units += self.outer
         self.held, self.parts = {}, {}                                       # of the batch under way
         self.local, self.sending, self.marks = defaultdict(deque), [], None
-        self.begun = self.done = 0                                           # of the stream: micro-batches, actions
+        self.begun = 0                                                       # forwards of the stream without backward
         self.norm_copies = (mesh.stage if self.stream else mesh.world).size  # ranks that have the norm of the same part
         self.adamw = torch.compile(adamw) if args.compile else adamw
         pool = torch.cuda.graph_pool_handle() if args.graph else None
@@ -1551,16 +1551,16 @@ class Parallel:
         shares, totals = totals / totals.sum().clamp(min=1), totals.clamp(min=1)
         self.parts |= {self.begun + i: Part(*pair, totals[i], shares[i], lr) for i, pair in enumerate(pairs)}
         self.norm = torch.zeros((), dtype=self.wide, device=self.mesh.device)
-        self.begun += len(pairs)
+        done, self.begun = self.begun, self.begun + len(pairs)
         actions, later = self.actions(self.begun), self.mesh.pp.size - 1 - self.mesh.pp.rank
         for unit in self.units:
             unit.due = unit.uses
-        loss = self.execute(actions[self.done:len(actions) - 2 * min(self.begun, later)])
+        loss = self.execute(actions[done:len(actions) - 2 * min(self.begun, later)])
         # what is still to come back is numbered from 0 again, as the first forwards of what follows
         shift = self.begun - min(self.begun, later)
         self.held = {(m - shift, piece, part): x for (m, piece, part), x in self.held.items()}
         self.parts = {m - shift: x for m, x in self.parts.items() if m >= shift}
-        self.begun = self.done = self.begun - shift
+        self.begun -= shift
         return loss, self.norm
 
     def step_alone(self, lr):
@@ -1575,9 +1575,9 @@ class Parallel:
     def flush(self):
         """Ends what PipeDream has under way, so that all stages have seen the same micro-batches."""
         if self.begun:
-            self.execute(self.actions(self.begun)[self.done:])
+            self.execute(self.actions(self.begun)[self.begun:])
             self.sent()
-            self.held, self.parts, self.begun, self.done = {}, {}, 0, 0
+            self.held, self.parts, self.begun = {}, {}, 0
 
     # ---- the optimizer
 

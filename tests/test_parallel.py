@@ -580,7 +580,8 @@ def every(case):
 @every(training)
 def test_every_mode_trains_as_one_process(world):
     for (mode, dtype), (relative, worst, clipped, dropped) in of(world, "training")[0].items():
-        assert relative < (1e-5 if "32" in dtype else 1e-10), (mode, dtype, relative)      # a zero's rounding again
+        exact = 1e-12 if len(world) < 8 else 1e-10                          # more ranks, more of a zero's rounding
+        assert relative < (1e-5 if "32" in dtype else exact), (mode, dtype, relative)
         assert worst < (5e-3 if "32" in dtype else 1e-9), (mode, dtype, worst)      # Adam makes much of a zero's rounding
         assert clipped and (dropped > 0 or "ep" not in mode)
 
@@ -659,7 +660,7 @@ def test_all_tokens_to_one_expert(world):
 def test_every_schedule_runs_as_simulated_and_trains_as_one_process(world):
     for found in of(world, "pipelines"):
         for *what, difference, live, simulated in found:
-            assert difference < 1e-9 and live == simulated, (what, difference, live, simulated)
+            assert difference < 1e-12 and live == simulated, (what, difference, live, simulated)
 
 
 @every(asynchronous)
