@@ -540,12 +540,13 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
         check_sampling(temperature, top_k, top_p)
         temperature = logits.new_full(logits.shape[:-1], min(temperature, 3e38), dtype=torch.float32)
     top_k, top_p = (x[..., None] if isinstance(x, torch.Tensor) else x for x in (top_k, top_p))
-    V, likeliest = logits.size(-1), F.one_hot(logits.argmax(-1), logits.size(-1)).float()      # (..., V)
+    V = logits.size(-1)
+    likeliest = torch.arange(V, device=logits.device) == logits.argmax(-1, keepdim=True)      # (..., V)
     greedy = temperature[..., None] < 1e-6      # the limit; float32 couldn't divide by less
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature[..., None].clamp(min=1e-6)      # exp can't overflow
     if top_k is None and top_p is None:
-        return torch.where(greedy, likeliest, logits.softmax(-1))
+        return torch.where(greedy, likeliest.float(), logits.softmax(-1))
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)  # (..., V) each
     if top_k is not None:
         sorted_logits = sorted_logits.masked_fill(torch.arange(V, device=order.device) >= top_k, float("-inf"))
@@ -556,7 +557,7 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
         probs = probs.masked_fill(beyond & (torch.as_tensor(top_p, device=order.device) < 1), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     probs = torch.zeros_like(probs).scatter(-1, order, probs)                # back to the order of ids
-    return torch.where(greedy, likeliest, probs)
+    return torch.where(greedy, likeliest.float(), probs)
 
 
 def check_sampling(temperature, top_k, top_p):

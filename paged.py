@@ -33,8 +33,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from flash import LOG2E, attends, jit, race, tl, torch_attention, triton
-from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution
+from flash import LOG2E, attends, has_kernels, jit, race, tl, torch_attention, triton
+from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution, gelu
 
 # --------------------------------------------------------------------------------------------------------------
 # 1. The naive cache: one stretch of memory a request
@@ -289,8 +289,120 @@ def paged_attention(q, k, v, table, length, start, most, splits=None):
     return out
 
 
+@jit
+def write_kernel(k_ptr, v_ptr, slot_ptr, k_pages, v_pages, C, token, BLOCK: tl.constexpr):
+    """Token i's keys and values, C numbers each at i * token, into the pages' row slot[i]."""
+    i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    to = tl.load(slot_ptr + i) * C + c
+    tl.store(k_pages + to, tl.load(k_ptr + i * token + c, mask=c < C), mask=c < C)
+    tl.store(v_pages + to, tl.load(v_ptr + i * token + c, mask=c < C), mask=c < C)
+
+
+def write_pages(k, v, k_pages, v_pages, slots):
+    """k, v (N, nh, hs) of new tokens into pages (blocks, block_size, nh, hs) at slots (N,) int64."""
+    N, nh, hs = k.shape
+    if attends(k) and k.stride()[1:] == v.stride()[1:] == (hs, 1) and k.stride(0) == v.stride(0):
+        with torch.cuda.device_of(k):
+            write_kernel[(N,)](k, v, slots, k_pages, v_pages, nh * hs, k.stride(0),
+                               BLOCK=triton.next_power_of_2(nh * hs), num_warps=4)
+    else:
+        k_pages.flatten(0, 1)[slots], v_pages.flatten(0, 1)[slots] = k, v    # (blocks block_size, nh, hs) at (N,)
+
+
 # --------------------------------------------------------------------------------------------------------------
-# 4. Sampling: each request from its own stream of random numbers
+# 4. The block once more, for few tokens
+#
+# A product of N rows with a matrix of K x n costs reading the matrix once, whether N is 1 or 16, and then the time is
+# that of the kernels' beginnings and ends. So few of them: what stands before a product (layer norm) and after it (bias,
+# GELU, the residual) goes into its kernel, and a block is five of them, and attention.
+
+@jit
+def thin_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
+                SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say."""
+    rows, cols = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row, w_row = x_ptr + rows.to(tl.int64)[:, None] * K, w_ptr + cols.to(tl.int64)[None, :] * K
+    mean, square = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if NORM:      # mean and sum of squared distances from it, one piece merged after the other (Chan et al. 1979)
+        for k in range(0, K, BLOCK_K):
+            at = k + tl.arange(0, BLOCK_K)[None, :]
+            x = tl.load(x_row + at, mask=(rows < N)[:, None] & (at < K), other=0.0).to(tl.float32)
+            new = tl.minimum(K - k, BLOCK_K).to(tl.float32)
+            mine = tl.sum(x, 1) / new
+            apart = tl.where(at < K, x - mine[:, None], 0.0)
+            delta = mine - mean
+            mean += delta * new / (k + new)
+            square += tl.sum(apart * apart, 1) + delta * delta * k * new / (k + new)
+    scale = tl.rsqrt(square / K + 1e-5)
+    y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        at, down = k + tl.arange(0, BLOCK_K)[None, :], k + tl.arange(0, BLOCK_K)[:, None]
+        w = tl.load(w_row + down, mask=(cols < n)[None, :] & (down < K), other=0.0)                # (BLOCK_K, BLOCK_N)
+        x = tl.load(x_row + at, mask=(rows < N)[:, None] & (at < K), other=0.0)                    # (BLOCK_M, BLOCK_K)
+        if NORM:
+            h = (x.to(tl.float32) - mean[:, None]) * scale[:, None]
+            h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            if SHIFT:
+                h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            x = h.to(x.dtype)
+        y = tl.dot(x, w, y, input_precision=PRECISION)
+    if BIAS:
+        y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+    if GELU:
+        y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
+    to = rows.to(tl.int64)[:, None] * n + cols[None, :]
+    inside = (rows < N)[:, None] & (cols < n)[None, :]
+    if RESIDUAL:
+        y += tl.load(y_ptr + to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def linear(x, w, b=None, norm=None, activation=None, residual=None):
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 16 rows on a GPU as one kernel.
+    The answer overwrites the residual.
+
+    x (N, K), w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual (N, n) -> (N, n)."""
+    N, (n, K) = len(x), w.shape
+    if 0 < N <= 16 and has_kernels(x):
+        y = x.new_empty(N, n) if residual is None else residual
+        gain, shift = (norm.weight, norm.bias) if norm else (None, None)
+        with torch.cuda.device_of(x):
+            thin_kernel[(triton.cdiv(n, 16),)](
+                x, w, b, gain, shift, y, N, n, K, BIAS=b is not None, NORM=norm is not None,
+                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, BLOCK_M=16,
+                BLOCK_N=16, BLOCK_K=128, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+                num_stages=4)
+        return y
+    x = norm(x) if norm else x
+    if residual is not None and not activation:      # the library adds to what is there
+        residual.addmm_(x, w.T)                                              # (N, K) @ (K, n) -> (N, n)
+        return residual if b is None else residual.add_(b)
+    y = F.linear(x, w, b)                                                    # (N, K) @ (K, n) -> (N, n)
+    y = activation(y) if activation else y
+    return y if residual is None else residual.add_(y)
+
+
+def trunk(model, idx, pos, attend):
+    """model.trunk without its last norm, idx and pos (N,) -> (N, C), a product a `linear`."""
+    x = model.wte(idx) + model.wpe(pos)                                      # (N, C)
+    for block in model.blocks.values():
+        attn, mlp = block.attn, block.mlp
+        qkv = linear(x, attn.qkv.weight, attn.qkv.bias, norm=block.ln_1)     # (N, 3C)
+        q, k, v = qkv.view(len(x), 3, -1, attn.hs).permute(1, 2, 0, 3).unsqueeze(1)      # (N, 3, nh, hs): 1, nh, N, hs
+        o = attend(attn.layer, q, k, v)                                      # (1, nh, N, hs)
+        o = o[0].transpose(0, 1).reshape(len(x), -1)                         # (nh, N, hs) -> (N, C)
+        x = linear(o, attn.proj.weight, attn.proj.bias, residual=x)
+        if model.config.n_expert:
+            x = x + mlp(block.ln_2(x)[None])[0][0]                           # (1, N, C) -> (N, C)
+        else:
+            h = linear(x, mlp.fc.weight, mlp.fc.bias, norm=block.ln_2, activation=gelu)      # (N, 4C)
+            x = linear(h, mlp.proj.weight, mlp.proj.bias, residual=x)
+    return x
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 5. Sampling: each request from its own stream of random numbers
 #
 # A number is a function of (the request's seed, how many were drawn before), computed for all rows at once on the
 # device: what a request draws depends on nothing else in the batch. The token is where the cumulative distribution
@@ -311,17 +423,34 @@ def wide(x):
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def draw(logits, temperature, top_k, top_p, seed, n, plain):
-    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. plain: no row
-    has a top_k or top_p."""
-    p = distribution(logits, temperature, *((None, None) if plain else (top_k, top_p)))      # (b, V)
-    cdf = p.cumsum(-1, dtype=wide(p))                                        # (b, V)
-    token = (cdf <= uniform(seed, n)[:, None] * cdf[:, -1:]).sum(-1).clamp(max=logits.size(-1) - 1)
+def draw(logits, temperature, top_k, top_p, seed, n, how):
+    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. how: "greedy",
+    if every temperature is 0, "plain", if no row has a top_k or top_p, else "sorted"."""
+    if how == "greedy":
+        token = logits.argmax(-1)
+    else:
+        p = distribution(logits, temperature, *((None, None) if how == "plain" else (top_k, top_p)))       # (b, V)
+        token = invert(p, uniform(seed, n))
     return torch.where(logits.amax(-1).isfinite(), token, -1)
 
 
+def invert(p, u, piece=256):
+    """p (b, V) weights, u (b,) in [0, 1) -> (b,) int64: where the running sum of a row passes u of its total, never a
+    weight of 0. First which piece of it, then where in that: a running sum is made by one multiprocessor a row."""
+    pieces = F.pad(p, (0, -p.size(1) % piece)).view(len(p), -1, piece)       # (b, V / piece, piece)
+    ends = pieces.sum(-1, dtype=wide(p)).cumsum(-1)                          # (b, V / piece)
+    target = u[:, None] * ends[:, -1:]                                       # (b, 1)
+
+    def passed(sums):      # the last that adds something is never passed, however sums are rounded
+        return ((sums <= target) & (sums < sums[:, -1:])).sum(-1)
+    i = passed(ends)                                                         # (b,)
+    before = F.pad(ends, (1, 0)).gather(1, i[:, None])                       # (b, 1)
+    inside = pieces[torch.arange(len(p), device=p.device), i]                # (b, piece)
+    return i * piece + passed(before + inside.cumsum(-1, dtype=wide(p)))
+
+
 # --------------------------------------------------------------------------------------------------------------
-# 5. The engine
+# 6. The engine
 #
 # A step takes whatever tokens are due: one from each request that decodes, and chunks of the prompts that have come
 # since, up to `budget`. Requests join and leave at every step. When blocks run out, the request that came last lets go
@@ -375,10 +504,9 @@ class Pages:
 
     def __call__(self, layer, q, k, v):
         """q, k, v (1, nh, N, hs), all requests' new tokens one after the other -> (1, nh, N, hs)."""
-        for pages, x in ((self.k[layer], k), (self.v[layer], v)):
-            pages.flatten(0, 1)[self.slots] = x[0].transpose(0, 1)           # (blocks block_size, nh, hs) at (N,)
-        o = paged_attention(q[0].transpose(0, 1), self.k[layer], self.v[layer], self.table, self.length, self.first,
-                            self.most)                                       # (N, nh, hs)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                  # (N, nh, hs)
+        write_pages(k, v, self.k[layer], self.v[layer], self.slots)
+        o = paged_attention(q, self.k[layer], self.v[layer], self.table, self.length, self.first, self.most)
         return o.transpose(0, 1)[None]
 
 
@@ -388,7 +516,7 @@ class Engine:
     model: GPT in eval mode, on its device; num_blocks of block_size tokens: the cache; max_batch requests run at once;
     budget: tokens of a step. On CUDA steps that only decode are replayed as CUDA graphs (graph=False: not)."""
 
-    def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=1024, graph=True, hash=hash):
+    def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=4096, graph=True, hash=hash):
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch)):
             if whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
@@ -600,7 +728,7 @@ class Engine:
                 for pages in (self.k, self.v):
                     pages[:, b] = pages[:, a]
             decoding = all(r.at_hand and r.context - r.computed == 1 for r, _ in batch)
-            drawn, tokens = self.decode(batch) if decoding else self.mixed(batch)
+            drawn, where, tokens = self.decode(batch) if decoding else self.mixed(batch)
             event = None
             if self.device.type == "cuda":
                 tokens, event = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -610,7 +738,7 @@ class Engine:
             self.register(r)
         for r in drawn:
             r.flying, r.at_hand = r.flying + 1, True
-        self.flying.append((drawn, tokens, event))
+        self.flying.append((drawn, where, tokens, event))
         self.stats["steps"] += 1
         self.stats["computed"] += sum(n for _, n in batch)
 
@@ -622,32 +750,31 @@ class Engine:
         return [x.to(self.device) for x in tensors]
 
     def mixed(self, batch):
-        """Any numbers of tokens. -> the requests that draw one, their tokens."""
-        counts = np.array([n for _, n in batch])
-        ids, rows, pos, slots = [], [], [], []
+        """Any numbers of tokens. -> the requests that draw one, where among the tokens it is, tokens (b,)."""
+        counts, begins = (np.array(x) for x in zip(*((n, r.computed) for r, n in batch)))
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        rows = np.repeat([r.row for r, _ in batch], counts)                  # (N,), of each token
+        pos = np.arange(first[-1]) - np.repeat(first[:-1] - begins, counts)  # (N,)
+        slots = self.table[rows, pos // self.bs].astype(np.int64) * self.bs + pos % self.bs
+        ids = []
         for r, n in batch:
             known = r.text[r.start + r.computed:r.start + r.computed + n]
             ids += known + [-1] * (n - len(known))                           # -1: drawn, and still on the device
-            pos += range(r.computed, r.computed + n)
-            rows += [r.row] * n
-            slots += [r.blocks[p // self.bs] * self.bs + p % self.bs for p in range(r.computed, r.computed + n)]
-        lengths = np.array([r.computed + n for r, n in batch], np.int32)
-        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         ends = [end - 1 for end, (r, n) in zip(first[1:], batch) if r.computed + n == r.context]
         drawn = [r for r, n in batch if r.computed + n == r.context]
         drawn, ends = self.fork(drawn, ends)
         self.numbers[[r.row for r in drawn], 1] = [len(r.text) + r.flying - r.prompt for r in drawn]
         ids, rows, pos, slots, table, lengths, first, ends, who, numbers, shares = self.upload(
-            *map(np.array, (ids, rows, pos, slots)), self.table[[r.row for r, _ in batch]], lengths, first,
+            *map(np.array, (ids, rows, pos, slots)), self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), first,
             np.array(ends, np.int64), np.array([r.row for r in drawn], np.int64), self.numbers, self.shares)
         ids = torch.where(ids < 0, self.last[rows], ids)                     # (N,)
         pages = self.pages
         pages.slots, pages.table, pages.length, pages.first = slots, table, lengths, first
         pages.most = int(counts.max())
-        x = self.model.trunk(ids[None], pos[None], pages)[0, ends]           # (1, N, C) -> (b, C)
-        tokens = self.tokens(x, numbers[who], shares[who], self.plain(drawn))
+        x = trunk(self.model, ids, pos, pages)[ends]                         # (N, C) -> (b, C)
+        tokens = self.tokens(x, numbers[who], shares[who], self.how(drawn))
         self.last[who] = tokens.clamp(min=0)
-        return drawn, tokens
+        return drawn, range(len(drawn)), tokens
 
     def fork(self, drawn, ends):
         """The other samples of a prompt that has just been computed share its blocks and draw from its logits; those
@@ -667,23 +794,20 @@ class Engine:
         return [r for r, _ in forked], [end for _, end in forked]
 
     def decode(self, batch):
-        """One token from each. -> the requests, their tokens. By rows, so that the shapes are those of few graphs; rows
-        without a request have length 0, and write into the block that nobody has."""
+        """One token from each. -> the requests, where among the tokens theirs is, tokens (rows,). By rows, so that the
+        shapes are those of few graphs; rows without a request have length 0, and write into the block that nobody has."""
         requests = [r for r, _ in batch]
         rows = [r.row for r in requests]
         self.numbers[:, 0] = 0
         self.numbers[rows, 0] = [r.computed + 1 for r in requests]
         self.numbers[rows, 1] = [len(r.text) + r.flying - r.prompt for r in requests]
-        for mine, x in zip(self.on_device, self.upload(self.table, self.numbers, self.shares)):
-            mine.copy_(x)
-        size, plain = min(1 << max(rows).bit_length(), len(self.table)), self.plain(requests)
-        if not self.graph:
-            tokens = self.decode_rows(size, plain)
-        else:
-            tokens = self.replay(size, plain)
-        return requests, tokens[rows]
+        size, how = min(1 << max(rows).bit_length(), len(self.table)), self.how(requests)
+        for mine, x in zip(self.on_device, (self.table, self.numbers, self.shares)):
+            x = torch.from_numpy(x[:size].copy())
+            mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
+        return requests, rows, self.replay(size, how) if self.graph else self.decode_rows(size, how)
 
-    def decode_rows(self, size, plain):
+    def decode_rows(self, size, how):
         """The next token of rows 0 .. size - 1, from what is on the device: (size,)."""
         table, numbers, shares = (x[:size] for x in self.on_device)
         length = numbers[:, 0]                                               # with the token that is computed now
@@ -693,37 +817,40 @@ class Engine:
         pages = self.pages
         pages.slots, pages.table, pages.length, pages.most = slots, table, length.int(), 1
         pages.first = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        x = self.model.trunk(self.last[:size][None], pos[None], pages)[0]    # (1, size, C) -> (size, C)
-        tokens = self.tokens(x, numbers, shares, plain)
+        x = trunk(self.model, self.last[:size], pos, pages)                  # (size, C)
+        tokens = self.tokens(x, numbers, shares, how)
         self.last[:size] = torch.where(length > 0, tokens.clamp(min=0), self.last[:size])
         return tokens
 
-    def replay(self, size, plain):
+    def replay(self, size, how):
         """decode_rows as a CUDA graph, one for each size and way to draw, captured when first needed."""
-        if (size, plain) not in self.graphs:
+        if (size, how) not in self.graphs:
             last = self.last.clone()      # warming up draws tokens: nothing of that is to stay
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    self.decode_rows(size, plain)
+                    self.decode_rows(size, how)
                     self.last.copy_(last)
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g, _ in self.graphs.values()), None)
             with torch.cuda.graph(graph, pool=pool):
-                tokens = self.decode_rows(size, plain)
-            self.graphs[size, plain] = graph, tokens
-        graph, tokens = self.graphs[size, plain]
+                tokens = self.decode_rows(size, how)
+            self.graphs[size, how] = graph, tokens
+        graph, tokens = self.graphs[size, how]
         graph.replay()
         return tokens
 
-    def tokens(self, x, numbers, shares, plain):
+    def tokens(self, x, numbers, shares, how):
         """The trunk's (b, C) -> tokens (b,), drawn by each row's numbers."""
-        logits = F.linear(x, self.model.table)[:, :self.vocab]               # (b, V)
-        return draw(logits, shares[:, 0], numbers[:, 3], shares[:, 1], numbers[:, 2], numbers[:, 1], plain)
+        logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :self.vocab]       # (b, V)
+        return draw(logits, shares[:, 0], numbers[:, 3], shares[:, 1], numbers[:, 2], numbers[:, 1], how)
 
-    def plain(self, requests):
-        return all(r.top_k is None and r.top_p is None for r in requests)
+    def how(self, requests):
+        """To draw for these, the cheapest way that serves them all; see `draw`."""
+        if any(r.top_k is not None or r.top_p is not None for r in requests):
+            return "sorted"
+        return "plain" if any(r.temperature for r in requests) else "greedy"
 
     # ---- what comes of it
 
@@ -736,10 +863,11 @@ class Engine:
 
     def land(self):
         """Takes in the tokens of the oldest step under way."""
-        drawn, tokens, event = self.flying.popleft()
+        drawn, where, tokens, event = self.flying.popleft()
         if event:
             event.synchronize()
-        for r, token in zip(drawn, tokens.tolist()):
+        tokens = tokens.tolist()
+        for r, token in zip(drawn, [tokens[i] for i in where]):
             r.flying -= 1
             if r.done:      # it ended while this was under way
                 continue
@@ -827,45 +955,94 @@ def show_attention(device):
         print(line)
 
 
-def show_engine(device):
-    """Tokens computed and seconds: without a cache, with a contiguous one, by the engine."""
-    small = device.type != "cuda"
-    config = (GPTConfig(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=128) if small else
-              GPTConfig(vocab_size=50257, block_size=1024, bias=False))
-    model = GPT(config, seed=1).to(device, torch.float32 if small else torch.bfloat16).eval()
-    R, T, new = (8, 32, 64) if small else (64, 256, 128)
-    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (R, T))
+def seconds(f, device, repeats=3):
+    """What f() takes, the median of some; the first, which may compile, doesn't count."""
+    taken = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        f()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return float(np.median(taken[1:]))
 
-    def plain():
-        model.generate(torch.from_numpy(prompts[:1]).to(device), new, 0.0)
+
+def serve(engine, prompts, new):
+    """Has the engine write `new` tokens after each prompt. -> seconds in all, and of a step in which all decode."""
+    requests, begin, inside = [engine.add(prompt, new, 0.0) for prompt in prompts], time.perf_counter(), []
+    while engine.busy:
+        started, full = time.perf_counter(), all(r.at_hand for r in requests)
+        engine.step()
+        if full and all(r.state == "running" for r in requests):
+            inside.append(time.perf_counter() - started)
+    return time.perf_counter() - begin, float(np.mean(inside)) if inside else math.nan
+
+
+def replay_seconds(engine, n):
+    """What the device takes for a step of decoding n rows, as captured, without a scheduler."""
+    graph, _ = engine.graphs[min(1 << (n - 1).bit_length(), len(engine.table)), "greedy"]
+    return seconds(lambda: [graph.replay() for _ in range(20)], engine.device) / 20
+
+
+def memory_bound(model, contexts, bandwidth):
+    """Tokens/s of decoding if all that took time were reading the weights, and these contexts' keys and values."""
+    config, size = model.config, model.table.itemsize
+    weights = model.num_params() - config.block_size * config.n_embd
+    return len(contexts) * bandwidth / size / (weights + 2 * config.n_layer * config.n_embd * sum(contexts))
+
+
+def show_engine(device):
+    """Tokens a second of greedy texts, beside what the memory's bandwidth allows: without a cache, with a contiguous
+    one, by the engine."""
+    small, rng = device.type != "cuda", np.random.default_rng(0)
+    x = torch.empty(2 ** 27 if small else 2 ** 30, dtype=torch.int8, device=device)
+    y = torch.empty_like(x)
+    bandwidth = 2 * len(x) / seconds(lambda: y.copy_(x), device)
+    R, T, new = (8, 32, 64) if small else (64, 256, 128)
+    print(f"3  texts of {T} + {new} tokens; memory moves {bandwidth / 1e9:,.0f} GB/s\n   {'':44}{'tokens computed':>16}"
+          f"{'tokens/s: bound':>18}{'measured':>10}{'a step: ms':>12}{'on the GPU':>12}")
+
+    def row(name, model, contexts, new, computed, taken, step=math.nan, alone=math.nan):
+        most = memory_bound(model, contexts, bandwidth)
+        print(f"   {name:44}{computed:16,}{most:18,.0f}{len(contexts) * new / taken:10,.0f}{1e3 * step:12.2f}"
+              f"{1e3 * alone:12.2f}", flush=True)
+
+    def run(name, model, prompts, blocks=None, rows=None):
+        rows = rows or len(prompts)
+        engine = Engine(model, blocks or sum(-(-(len(p) + new) // 16) for p in prompts), max_batch=rows)
+        for _ in range(2):      # the first compiles and captures
+            engine.pool = BlockPool(len(engine.pool.users), 16)              # nothing found from the run before
+            before = dict(engine.stats)
+            taken, step = serve(engine, prompts, new)
+        row(name, model, [len(p) + new / 2 for p in prompts[:rows]], new * len(prompts) / rows,
+            engine.stats["computed"] - before["computed"], taken, step,
+            replay_seconds(engine, rows) if engine.graph else math.nan)
+
+    config = (GPTConfig(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=128) if small else
+              GPTConfig(bias=False))
+    model = GPT(config, seed=1, device=device).to(torch.float32 if small else torch.bfloat16).eval()
+    prompts = rng.integers(0, config.vocab_size, (R, T)).tolist()
+    first = torch.tensor(prompts[:1], device=device)
 
     def contiguous():
-        cache, x = ContiguousCache(model, T + new), torch.from_numpy(prompts[:1]).to(device)
+        cache, x = ContiguousCache(model, T + new), first
         with torch.inference_mode():
             for _ in range(new):
                 logits = model(x, torch.arange(cache.used, cache.used + x.size(1), device=device), cache)
                 cache.advance(x.size(1))
                 x = logits[:, -1:].argmax(-1)
-
-    def engine(n):
-        def run():
-            for prompt in prompts[:n]:
-                made.add(prompt, new, 0.0)
-            list(made.run())
-        made = Engine(model, 2 * R * -(-(T + new) // 16), max_batch=R)
-        return run
-    print(f"3  {model.num_params():,} parameters, prompts of {T}, {new} new tokens\n"
-          f"   {'':34}{'tokens computed for one: predicted':>36}{'tokens/s':>10}")
-    for name, f, count, predicted in (
-            ("no cache", plain, 1, f"{sum(range(T, T + new)):,}"),
-            ("contiguous cache", contiguous, 1, f"{T + new - 1:,}"),
-            ("engine, 1 request", engine(1), 1, f"{T + new - 1:,}"),
-            (f"engine, {R} requests", engine(R), R, f"{T + new - 1:,}, weights read once for {R}")):
-        f()
-        begin = time.perf_counter()
-        f()
-        taken = time.perf_counter() - begin
-        print(f"   {name:34}{predicted:>36}{count * new / taken:10,.0f}")
+    row("no cache, 1", model, [T + new / 2], new, sum(range(T, T + new)),
+        seconds(lambda: model.generate(first, new, 0.0), device))
+    row("contiguous cache, 1", model, [T + new / 2], new, T + new - 1, seconds(contiguous, device))
+    run("engine, 1", model, prompts[:1])
+    run(f"engine, {R}", model, prompts)
+    lengths = rng.integers(T // 16, 2 * T + 1 - new // 2 * small, 4 * R)
+    many = [rng.integers(0, config.vocab_size, n).tolist() for n in lengths]
+    half = sum(-(-(n + new) // 16) for n in lengths) // 2
+    run(f"engine, {4 * R} of {min(lengths)} to {max(lengths)}, half fit", model, many, half, 2 * R)
+    if not small:
+        xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600, bias=False), seed=1, device=device).to(torch.bfloat16).eval()
+        run("engine, 1, a model of 1.5B", xl, prompts[:1])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import torch
 from conftest import DEVICE
 
 import flash
-from model import GPT, GPTConfig, UserError, distribution
-from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, paged_attention,
-                   paged_attention_reference, uniform)
+from model import GPT, GPTConfig, LayerNorm, UserError, distribution, gelu
+from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, invert, linear,
+                   paged_attention, paged_attention_reference, trunk, uniform, write_pages)
 
 LIMIT = 40      # the model's block_size
 needs_triton = pytest.mark.skipif(flash.triton is None, reason="needs Triton")
@@ -192,11 +192,74 @@ def test_tokens_are_drawn_from_their_distribution():
     step = torch.arange(n, device=DEVICE)
     for row in range(4):
         each = [x[row].expand(n, *x[row].shape) for x in (logits, t, k, p)]
-        tokens = draw(*each, torch.full_like(step, 7 + row), step, False).cpu()
+        tokens = draw(*each, torch.full_like(step, 7 + row), step, "sorted").cpu()
         seen, expected = torch.bincount(tokens, minlength=8), want[row].cpu() * n
         there = expected > 0
         assert seen[~there].sum() == 0
         assert ((seen - expected)[there] ** 2 / expected[there]).sum() < 35                  # of at most 7: p = 1e-5
+
+
+@pytest.mark.parametrize("V", [1, 255, 256, 1000])
+def test_a_weight_is_drawn_where_the_running_sum_passes(V):
+    p = torch.rand(50, V, device=DEVICE) * (torch.rand(50, V, device=DEVICE) < 0.3)
+    p[:, V // 2] += 0.1
+    u = torch.rand(50, device=DEVICE, dtype=torch.float64)
+    u[0], u[1:3] = 0.0, 1 - 2 ** -53
+    cdf = p.double().cumsum(-1)
+    got = invert(p, u)[:, None]
+    assert (p.gather(1, got) > 0).all()
+    assert (cdf.gather(1, got) >= u[:, None] * cdf[:, -1:] - 1e-9).all()
+    assert (cdf.gather(1, got) - p.gather(1, got) <= u[:, None] * cdf[:, -1:] + 1e-9).all()
+
+
+# ---- the block in few kernels -----------------------------------------------------------------------------------
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
+@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (5, 300, 33), (16, 128, 16), (3, 129, 48), (17, 40, 50)])
+@pytest.mark.parametrize("what", [(), ("norm",), ("bias", "activation"), ("bias", "residual"),
+                                  ("shifted norm", "bias", "activation", "residual")])
+def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
+    x, w, b, residual = (torch.randn(*shape).to(DEVICE, dtype) for shape in ((N, K), (n, K), (n,), (N, n)))
+    x = x + 3                                                                # a mean that a norm has to take off
+    norm = LayerNorm(K, bias="shifted norm" in what).to(DEVICE, dtype)
+    for p in norm.parameters():
+        torch.nn.init.normal_(p)
+    h = norm.double()(x.double()) if "norm" in " ".join(what) else x.double()
+    h = h @ w.double().T / K ** 0.5
+    w, norm = w / K ** 0.5, norm.to(dtype)
+    h = h + b.double() if "bias" in what else h
+    h = torch.nn.functional.gelu(h, approximate="tanh") if "activation" in what else h
+    h = h + residual.double() if "residual" in what else h
+    with torch.no_grad():
+        got = linear(x, w, b if "bias" in what else None, norm if "norm" in " ".join(what) else None,
+                     gelu if "activation" in what else None, residual if "residual" in what else None)
+    error = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    assert (got.double() - h).abs().max() < error * h.abs().max().clamp(min=1)
+
+
+@needs_triton
+@pytest.mark.parametrize("bias,experts", [(True, 0), (False, 0), (True, 3)])
+@pytest.mark.parametrize("N", [1, 9, 30])
+def test_the_trunk_is_the_models(bias, experts, N, kernels):
+    config = GPTConfig(vocab_size=65, block_size=LIMIT, n_layer=2, n_head=3, n_embd=48, bias=bias, n_expert=experts)
+    model = GPT(config, seed=None).to(DEVICE).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.3)
+    idx, pos = torch.tensor(ids(N), device=DEVICE), torch.arange(N, device=DEVICE)
+    with torch.no_grad():
+        got = model.ln_f(trunk(model, idx, pos, lambda layer, q, k, v: flash.torch_attention(q, k, v)))
+        assert (got - model.trunk(idx[None])[0]).abs().max() < 2e-5 * got.abs().max()
+
+
+@needs_triton
+@pytest.mark.parametrize("nh,hs", [(2, 16), (3, 20)])
+def test_pages_are_written_where_slots_say(nh, hs, kernels):
+    qkv, slots = torch.randn(7, 3, nh, hs, device=DEVICE), torch.randperm(20, device=DEVICE)[:7]
+    k_pages, v_pages = torch.full((2, 5, 4, nh, hs), math.nan, device=DEVICE)
+    write_pages(qkv[:, 1], qkv[:, 2], k_pages, v_pages, slots)
+    for pages, x in ((k_pages, qkv[:, 1]), (v_pages, qkv[:, 2])):
+        assert torch.equal(pages.flatten(0, 1)[slots], x) and pages.isnan().sum() == 13 * nh * hs
 
 
 # ---- the engine -------------------------------------------------------------------------------------------------
@@ -239,7 +302,7 @@ def test_logits_are_those_of_the_model(model, monkeypatch):
     seen, prompt = [], ids(20)
     engine = engine_of(model, 50, 4, budget=7)
     tokens = engine.tokens
-    monkeypatch.setattr(engine, "tokens", lambda x, *rest: seen.append(x @ model.table.T[:, :65]) or tokens(x, *rest))
+    monkeypatch.setattr(engine, "tokens", lambda x, *rest: seen.append(model.ln_f(x) @ model.table.T[:, :65]) or tokens(x, *rest))
     request = engine.add(prompt, 10, 0.0)
     drain(engine)
     with torch.no_grad():
@@ -395,10 +458,11 @@ def test_extreme_options(model, options):
 def test_any_order_of_arrivals_aborts_and_ends(model, lag, monkeypatch):
     """10,000 steps of the books alone, the model a coin: every step gets on, the books are right, nothing is left."""
     engine = engine_of(model, 16, 4, max_batch=6, budget=8, lag=lag)
-    coin = lambda rows: torch.tensor([random.randrange(65) for _ in rows])  # noqa: E731
-    monkeypatch.setattr(engine, "mixed", lambda batch: (lambda d: (d, coin(d)))(
+    def coin(drawn):
+        return drawn, range(len(drawn)), torch.tensor([random.randrange(65) for _ in drawn])
+    monkeypatch.setattr(engine, "mixed", lambda batch: coin(
         engine.fork([r for r, n in batch if r.computed + n == r.context], [0] * len(batch))[0]))
-    monkeypatch.setattr(engine, "decode", lambda batch: ([r for r, _ in batch], coin(batch)))
+    monkeypatch.setattr(engine, "decode", lambda batch: coin([r for r, _ in batch]))
     live, ended, common = [], Counter(), ids(60)
     for step in range(10_000):
         if random.random() < 0.2:
