@@ -28,6 +28,7 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from itertools import count
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -312,67 +313,62 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # --------------------------------------------------------------------------------------------------------------
 # 4. The block once more, for few tokens
 #
-# A product of N rows with a matrix of K x n costs reading the matrix once, whether N is 1 or 16, and then the time is
-# that of the kernels' beginnings and ends. So few of them: what stands before a product (layer norm) and after it (bias,
-# GELU, the residual) goes into its kernel, and a block is five of them, and attention.
+# A product of N rows with a matrix of K x n costs reading the matrix once, whether N is 1 or 8, and then what counts is
+# how many kernels begin and end one after the other. So few of them: what stands before a product (layer norm) and after
+# it (bias, GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages.
+# A program asks for all of its part of the matrix at once, then norms the rows while that comes.
+
+FEW = 8      # rows that the kernel takes; for more, the library's products read the matrix as well
 
 @jit
-def thin_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
-                SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
-    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say."""
-    rows, cols = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_row, w_row = x_ptr + rows.to(tl.int64)[:, None] * K, w_ptr + cols.to(tl.int64)[None, :] * K
-    mean, square = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if NORM:      # mean and sum of squared distances from it, one piece merged after the other (Chan et al. 1979)
-        for k in range(0, K, BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)[None, :]
-            x = tl.load(x_row + at, mask=(rows < N)[:, None] & (at < K), other=0.0).to(tl.float32)
-            new = tl.minimum(K - k, BLOCK_K).to(tl.float32)
-            mine = tl.sum(x, 1) / new
-            apart = tl.where(at < K, x - mine[:, None], 0.0)
-            delta = mine - mean
-            mean += delta * new / (k + new)
-            square += tl.sum(apart * apart, 1) + delta * delta * k * new / (k + new)
-    scale = tl.rsqrt(square / K + 1e-5)
-    y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
+                    SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say. With NORM a
+    block of K has to hold all of it."""
+    rows, cols = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        at, down = k + tl.arange(0, BLOCK_K)[None, :], k + tl.arange(0, BLOCK_K)[:, None]
-        w = tl.load(w_row + down, mask=(cols < n)[None, :] & (down < K), other=0.0)                # (BLOCK_K, BLOCK_N)
-        x = tl.load(x_row + at, mask=(rows < N)[:, None] & (at < K), other=0.0)                    # (BLOCK_M, BLOCK_K)
-        if NORM:
-            h = (x.to(tl.float32) - mean[:, None]) * scale[:, None]
-            h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-            if SHIFT:
-                h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-            x = h.to(x.dtype)
-        y = tl.dot(x, w, y, input_precision=PRECISION)
+        at = k + tl.arange(0, BLOCK_K)
+        inside = (cols < n)[:, None] & (at < K)[None, :]
+        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)      # (BLOCK_N, BLOCK_K)
+        for r in tl.static_range(ROWS):
+            x = tl.load(x_ptr + tl.minimum(r, N - 1) * K + at, mask=at < K, other=0.0)
+            if NORM:
+                h = x.to(tl.float32)
+                h = tl.where(at < K, h - tl.sum(h, 0) / K, 0.0)
+                h = h * tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5) * tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+                if SHIFT:
+                    h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+                x = h.to(x.dtype)
+            part = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)   # (BLOCK_N,)
+            y += tl.where((rows == r)[:, None], part[None, :], 0.0)
     if BIAS:
         y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
     if GELU:
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
-    to = rows.to(tl.int64)[:, None] * n + cols[None, :]
-    inside = (rows < N)[:, None] & (cols < n)[None, :]
+    to, real = rows[:, None] * n + cols[None, :], (rows < N)[:, None] & (cols < n)[None, :]
     if RESIDUAL:
-        y += tl.load(y_ptr + to, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
+    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
 
 
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 16 rows on a GPU as one kernel.
-    The answer overwrites the residual.
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; a few rows on a GPU as one kernel. The
+    answer overwrites the residual.
 
     x (N, K), w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual (N, n) -> (N, n)."""
     N, (n, K) = len(x), w.shape
-    if 0 < N <= 16 and has_kernels(x):
+    if 0 < N <= FEW and has_kernels(x) and K <= 16384:
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
+        BLOCK_K = triton.next_power_of_2(K)
+        BLOCK_N = max(1, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
         with torch.cuda.device_of(x):
-            thin_kernel[(triton.cdiv(n, 16),)](
+            few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
                 x, w, b, gain, shift, y, N, n, K, BIAS=b is not None, NORM=norm is not None,
-                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, BLOCK_M=16,
-                BLOCK_N=16, BLOCK_K=128, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
-                num_stages=4)
+                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None,
+                ROWS=triton.next_power_of_2(N), BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4)
         return y
     x = norm(x) if norm else x
     if residual is not None and not activation:      # the library adds to what is there
@@ -424,29 +420,41 @@ def wide(x):
 
 
 def draw(logits, temperature, top_k, top_p, seed, n, how):
-    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. how: "greedy",
-    if every temperature is 0, "plain", if no row has a top_k or top_p, else "sorted"."""
+    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. how: see
+    `probabilities`."""
     if how == "greedy":
         token = logits.argmax(-1)
     else:
-        p = distribution(logits, temperature, *((None, None) if how == "plain" else (top_k, top_p)))       # (b, V)
-        token = invert(p, uniform(seed, n))
+        token = invert(probabilities(logits, temperature, top_k, top_p, how), uniform(seed, n))
     return torch.where(logits.amax(-1).isfinite(), token, -1)
+
+
+def probabilities(logits, temperature, top_k, top_p, how):
+    """model.distribution with less work where all rows allow it. how: "greedy", if every temperature is 0, "warm", if
+    none is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
+    if how == "greedy":
+        return (torch.arange(logits.size(-1), device=logits.device) == logits.argmax(-1, keepdim=True)).float()
+    if how == "warm":
+        return (logits.float() / temperature[:, None]).softmax(-1)           # (b, V)
+    return distribution(logits, temperature, *((None, None) if how == "plain" else (top_k, top_p)))
 
 
 def invert(p, u, piece=256):
     """p (b, V) weights, u (b,) in [0, 1) -> (b,) int64: where the running sum of a row passes u of its total, never a
-    weight of 0. First which piece of it, then where in that: a running sum is made by one multiprocessor a row."""
+    weight of 0. For a large V first which piece of it, then where in that: a running sum is made by one multiprocessor a
+    row."""
+    def passed(sums, target):      # the last that adds something is never passed, however sums are rounded
+        return ((sums <= target) & (sums < sums[:, -1:])).sum(-1)
+    if p.size(1) <= 4 * piece:
+        sums = p.cumsum(-1, dtype=wide(p))                                   # (b, V)
+        return passed(sums, u[:, None] * sums[:, -1:])
     pieces = F.pad(p, (0, -p.size(1) % piece)).view(len(p), -1, piece)       # (b, V / piece, piece)
     ends = pieces.sum(-1, dtype=wide(p)).cumsum(-1)                          # (b, V / piece)
     target = u[:, None] * ends[:, -1:]                                       # (b, 1)
-
-    def passed(sums):      # the last that adds something is never passed, however sums are rounded
-        return ((sums <= target) & (sums < sums[:, -1:])).sum(-1)
-    i = passed(ends)                                                         # (b,)
+    i = passed(ends, target)                                                 # (b,)
     before = F.pad(ends, (1, 0)).gather(1, i[:, None])                       # (b, 1)
     inside = pieces[torch.arange(len(p), device=p.device), i]                # (b, piece)
-    return i * piece + passed(before + inside.cumsum(-1, dtype=wide(p)))
+    return i * piece + passed(before + inside.cumsum(-1, dtype=wide(p)), target)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -469,8 +477,8 @@ class Request:
         self.max_new_tokens, self.temperature, self.top_k, self.top_p = max_new_tokens, temperature, top_k, top_p
         self.stop, self.state, self.forks, self.samples = frozenset(stop), "waiting", [], [self]
         self.start = 0                     # where in the text its context begins, which has position 0
-        self.flying = 0                    # tokens drawn that the host hasn't seen
-        self.at_hand = False               # whether its newest token is on the device, as its row's last
+        self.flying = self.most = 0        # steps that drew for it and the host hasn't seen; most tokens of theirs
+        self.at_hand = False               # whether its newest token was drawn in its row, where the device finds it
         self.row, self.blocks, self.computed = None, [], 0                   # tokens whose keys and values are there
         self.chain, self.registered = (0, 0), 0                              # of full blocks that others can find
 
@@ -480,8 +488,13 @@ class Request:
 
     @property
     def context(self):
-        """Tokens of the context, those under way included."""
-        return len(self.text) + self.flying - self.start
+        """Tokens of the context, with the most that are under way."""
+        return len(self.text) + self.most - self.start
+
+    @property
+    def cap(self):
+        """Tokens of this context whose keys and values will ever be asked for, if its length alone ends the text."""
+        return self.prompt + self.max_new_tokens - 1 - self.start
 
     @property
     def done(self):
@@ -496,8 +509,18 @@ def whole(name, x):
         raise UserError(f"{name}={x!r} must be a whole number") from None
 
 
+class Layout(NamedTuple):
+    """Where a step's tokens are, one request after the other; N tokens, R requests."""
+    slots: torch.Tensor      # (N,) int64, for their keys and values
+    table: torch.Tensor      # (R, blocks) int32
+    length: torch.Tensor     # (R,) int32, of the contexts
+    first: torch.Tensor      # (R + 1,) int32, each request's first token
+    most: int                # tokens of a request
+
+
 class Pages:
-    """The engine's `attend`: puts the new keys and values into their slots and attends through the block tables."""
+    """The engine's `attend`: puts the new keys and values into their slots and attends through the block tables, as
+    `layout` says."""
 
     def __init__(self, k, v):
         self.k, self.v = k, v                                                # (L, blocks, block_size, nh, hs)
@@ -505,8 +528,8 @@ class Pages:
     def __call__(self, layer, q, k, v):
         """q, k, v (1, nh, N, hs), all requests' new tokens one after the other -> (1, nh, N, hs)."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                  # (N, nh, hs)
-        write_pages(k, v, self.k[layer], self.v[layer], self.slots)
-        o = paged_attention(q, self.k[layer], self.v[layer], self.table, self.length, self.first, self.most)
+        write_pages(k, v, self.k[layer], self.v[layer], self.layout.slots)
+        o = paged_attention(q, self.k[layer], self.v[layer], *self.layout[1:])                   # (N, nh, hs)
         return o.transpose(0, 1)[None]
 
 
@@ -516,27 +539,35 @@ class Engine:
     model: GPT in eval mode, on its device; num_blocks of block_size tokens: the cache; max_batch requests run at once;
     budget: tokens of a step. On CUDA steps that only decode are replayed as CUDA graphs (graph=False: not)."""
 
+    ahead = 0      # tokens that a step of decoding may compute beyond the newest: drafts, see speculate.py
+
     def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=4096, graph=True, hash=hash):
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch)):
             if whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
-        config, weight = model.config, model.table
-        self.model, self.device, self.vocab, self.limit = model, weight.device, config.vocab_size, config.block_size
+        self.model, self.device = model, model.table.device
+        self.vocab, self.limit = model.config.vocab_size, model.config.block_size
         self.pool, self.bs, self.budget = BlockPool(num_blocks, block_size, hash), block_size, max(budget, max_batch)
-        shape = config.n_layer, num_blocks + 1, block_size, config.n_head, config.n_embd // config.n_head
-        self.k, self.v = weight.new_zeros(shape), weight.new_zeros(shape)    # a block more, for rows without a request
-        self.pages = Pages(self.k, self.v)
+        self.pages = self.cache(model)
         self.graph = graph and self.device.type == "cuda"
         self.lag = int(self.device.type == "cuda")
         self.waiting, self.running, self.flying, self.events, self.arrivals = deque(), [], deque(), deque(), count()
         self.rows, self.graphs = list(range(max_batch))[::-1], {}            # free rows, the lowest last
         # by row, on the host and on the device: what a step of decoding needs
-        self.table = np.zeros((max_batch, -(-self.limit // block_size)), np.int32)
-        self.numbers = np.zeros((max_batch, 4), np.int64)                    # length, tokens drawn, seed, top_k
+        self.table = np.zeros((max_batch, -(-(self.limit + self.ahead) // block_size)), np.int32)
+        self.numbers = np.zeros((max_batch, 5), np.int64)      # 1 if it runs, cap, start - prompt, seed, top_k
         self.shares = np.ones((max_batch, 2), np.float32)                    # temperature, top_p
         self.on_device = [torch.from_numpy(x).to(self.device) for x in (self.table, self.numbers, self.shares)]
-        self.last = torch.zeros(max_batch, dtype=torch.int64, device=self.device)      # token drawn last
+        # what only the device knows at once: tokens of the context, and each by its place in it, if it was drawn there
+        self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
+        self.history = torch.zeros(max_batch, self.limit + self.ahead + 1, dtype=torch.int64, device=self.device)
         self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
+
+    def cache(self, model):
+        """Pages for a model's keys and values, with a block more than the pool's, for rows without a request."""
+        config, shape = model.config, (len(self.pool.users) + 1, self.bs)
+        shape = config.n_layer, *shape, config.n_head, config.n_embd // config.n_head
+        return Pages(model.table.new_zeros(shape), model.table.new_zeros(shape))
 
     # ---- what a caller does
 
@@ -614,23 +645,28 @@ class Engine:
             r.start = len(r.text) - max(1, self.limit // 2)
             self.let_go(r)
         left, batch = self.budget, []
-        for r in sorted(self.running, key=lambda r: (r.context - r.computed > 1, r.arrival)):      # decoding first
-            n = min(r.context - r.computed, left)
+        for r in sorted(self.running, key=lambda r: (not r.at_hand, r.arrival)):      # decoding first
+            n = 1 if r.at_hand else min(self.due(r), left)
+            tokens = min(r.context + self.ahead, self.limit, r.cap) if r.at_hand else r.computed + n
             ended = len(r.text) + r.flying >= r.prompt + r.max_new_tokens
-            if r.state == "running" and n and not ended and self.room(r, r.computed + n, copies):
+            if r.state == "running" and n and not ended and self.room(r, tokens, copies):
                 batch.append((r, n))
                 left -= n
         while self.waiting and self.rows and left and self.stats["preempted"] == preempted:
             r = self.waiting[0]
             if r.flying or not self.admit(r):
                 break
-            n = min(r.context - r.computed, left)
+            n = min(self.due(r), left)
             self.room(r, r.computed + n, copies)
             batch.append((r, n))
             left -= n
         batch = [(r, n) for r, n in batch if r.state == "running"]           # some had to let go after their turn
         kept = {block for r, _ in batch for block in r.blocks}
         return batch, [(a, b) for a, b in copies if b in kept]
+
+    def due(self, r):
+        """Tokens of r's context to be computed before it decodes."""
+        return r.context - r.computed
 
     def room(self, r, tokens, copies):
         """Makes sure that r has blocks of its own for its tokens from `computed` on. Whoever came last lets go of
@@ -681,14 +717,14 @@ class Engine:
         r.row, r.blocks, r.computed, r.state, r.at_hand = self.rows.pop(), blocks, computed, "running", False
         self.running.append(r)
         self.table[r.row, :len(blocks)] = blocks
-        self.numbers[r.row, 2:] = r.seed, self.vocab if r.top_k is None else min(r.top_k, self.vocab)
+        self.numbers[r.row, 1:] = (min(r.cap, self.limit), r.start - r.prompt, r.seed,
+                                   self.vocab if r.top_k is None else min(r.top_k, self.vocab))
         self.shares[r.row] = min(r.temperature, 3e38), 1.0 if r.top_p is None else r.top_p
 
     def leave(self, r):
         """r gives back its row and its blocks, the last first: a prefix is useful for longer than what follows it."""
         self.running.remove(r)
         self.rows.append(r.row)
-        self.numbers[r.row, 0] = 0
         for block in reversed(r.blocks):
             self.pool.release(block)
         r.row, r.blocks, r.computed, r.chain, r.registered = None, [], 0, (0, 0), 0
@@ -725,9 +761,9 @@ class Engine:
         with torch.inference_mode():
             if copies:
                 a, b = torch.tensor(copies, device=self.device).T
-                for pages in (self.k, self.v):
-                    pages[:, b] = pages[:, a]
-            decoding = all(r.at_hand and r.context - r.computed == 1 for r, _ in batch)
+                for pages in self.caches():
+                    pages.k[:, b], pages.v[:, b] = pages.k[:, a], pages.v[:, a]
+            decoding = all(r.at_hand for r, _ in batch)
             drawn, where, tokens = self.decode(batch) if decoding else self.mixed(batch)
             event = None
             if self.device.type == "cuda":
@@ -737,14 +773,14 @@ class Engine:
             r.computed += n
             self.register(r)
         for r in drawn:
-            r.flying, r.at_hand = r.flying + 1, True
-        self.flying.append((drawn, where, tokens, event))
+            r.flying, r.most, r.at_hand = r.flying + 1, r.most + 1 + self.ahead * decoding, True
+        self.flying.append((drawn, where, 1 + self.ahead * decoding, tokens, event))
         self.stats["steps"] += 1
         self.stats["computed"] += sum(n for _, n in batch)
 
     def upload(self, *arrays):
         """To the device, without waiting for what is under way there."""
-        tensors = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
+        tensors = [torch.from_numpy(np.ascontiguousarray(x, dtype=None if len(x) else np.int64)) for x in arrays]
         if self.device.type == "cuda":
             return [x.pin_memory().to(self.device, non_blocking=True) for x in tensors]
         return [x.to(self.device) for x in tensors]
@@ -760,38 +796,36 @@ class Engine:
         for r, n in batch:
             known = r.text[r.start + r.computed:r.start + r.computed + n]
             ids += known + [-1] * (n - len(known))                           # -1: drawn, and still on the device
-        ends = [end - 1 for end, (r, n) in zip(first[1:], batch) if r.computed + n == r.context]
-        drawn = [r for r, n in batch if r.computed + n == r.context]
-        drawn, ends = self.fork(drawn, ends)
-        self.numbers[[r.row for r in drawn], 1] = [len(r.text) + r.flying - r.prompt for r in drawn]
-        ids, rows, pos, slots, table, lengths, first, ends, who, numbers, shares = self.upload(
-            *map(np.array, (ids, rows, pos, slots)), self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), first,
-            np.array(ends, np.int64), np.array([r.row for r in drawn], np.int64), self.numbers, self.shares)
-        ids = torch.where(ids < 0, self.last[rows], ids)                     # (N,)
-        pages = self.pages
-        pages.slots, pages.table, pages.length, pages.first = slots, table, lengths, first
-        pages.most = int(counts.max())
-        x = trunk(self.model, ids, pos, pages)[ends]                         # (N, C) -> (b, C)
-        tokens = self.tokens(x, numbers[who], shares[who], self.how(drawn))
-        self.last[who] = tokens.clamp(min=0)
-        return drawn, range(len(drawn)), tokens
+        drawn, ends = [], []
+        for end, (r, n) in zip(first[1:], batch):
+            if r.computed + n == r.context:
+                drawn += [r, *self.fork(r, r.context)]
+                ends += [end - 1] * (len(drawn) - len(ends))
+        who, lengths = [r.row for r in drawn], [r.context for r in drawn]
+        ids, rows, pos, slots, table, length, first, who, ends, lengths, numbers, shares = self.upload(
+            ids, rows, pos, slots, self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), first,
+            who, ends, lengths, self.numbers[who], self.shares[who])
+        ids = torch.where(ids < 0, self.history[rows, pos], ids)             # (N,)
+        x = self.forward(ids, pos, Layout(slots, table, length, first, int(counts.max())))[ends]       # (N, C) -> (b, C)
+        tokens = self.tokens(x, lengths, numbers, shares, self.how(drawn))   # (b,)
+        self.history[who, lengths], self.length[who] = tokens.clamp(min=0), lengths + 1
+        return drawn, range(len(drawn)), tokens[:, None]
 
-    def fork(self, drawn, ends):
-        """The other samples of a prompt that has just been computed share its blocks and draw from its logits; those
-        for whom there is no row wait, and find what is full of it in the pool."""
-        forked = list(zip(drawn, ends))
-        for r, end in zip(drawn, ends):
-            for heir in r.forks:
-                if not self.rows:
-                    self.queue(heir)
-                    continue
-                for block in r.blocks:
-                    self.pool.share(block)
-                self.seat(heir, list(r.blocks), len(r.text) - r.start)
-                heir.chain, heir.registered = r.chain, r.registered
-                forked.append((heir, end))
-            r.forks = []
-        return [r for r, _ in forked], [end for _, end in forked]
+    def fork(self, r, computed):
+        """The other samples of a prompt of which `computed` tokens are computed share its blocks. -> those for whom there
+        is a row; the rest wait, and find what is full of it in the pool."""
+        heirs = []
+        for heir in r.forks:
+            if not self.rows:
+                self.queue(heir)
+                continue
+            for block in r.blocks:
+                self.pool.share(block)
+            self.seat(heir, list(r.blocks), computed)
+            heir.chain, heir.registered = r.chain, r.registered
+            heirs.append(heir)
+        r.forks = []
+        return heirs
 
     def decode(self, batch):
         """One token from each. -> the requests, where among the tokens theirs is, tokens (rows,). By rows, so that the
@@ -799,60 +833,88 @@ class Engine:
         requests = [r for r, _ in batch]
         rows = [r.row for r in requests]
         self.numbers[:, 0] = 0
-        self.numbers[rows, 0] = [r.computed + 1 for r in requests]
-        self.numbers[rows, 1] = [len(r.text) + r.flying - r.prompt for r in requests]
-        size, how = min(1 << max(rows).bit_length(), len(self.table)), self.how(requests)
+        self.numbers[rows, 0] = 1
+        size = min(1 << max(rows).bit_length(), len(self.table))
         for mine, x in zip(self.on_device, (self.table, self.numbers, self.shares)):
             x = torch.from_numpy(x[:size].copy())
             mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
-        return requests, rows, self.replay(size, how) if self.graph else self.decode_rows(size, how)
+        return requests, rows, self.replay(self.decode_rows, *self.key(size, requests))
+
+    def key(self, size, requests):
+        """What fixes the shape of a step of decoding: the arguments of decode_rows."""
+        return size, self.how(requests)
 
     def decode_rows(self, size, how):
-        """The next token of rows 0 .. size - 1, from what is on the device: (size,)."""
-        table, numbers, shares = (x[:size] for x in self.on_device)
-        length = numbers[:, 0]                                               # with the token that is computed now
-        pos = (length - 1).clamp(min=0)                                      # (size,)
-        block = table.gather(1, (pos // self.bs)[:, None])[:, 0].long()
-        slots = torch.where(length > 0, block * self.bs + pos % self.bs, (self.k.size(1) - 1) * self.bs)
-        pages = self.pages
-        pages.slots, pages.table, pages.length, pages.most = slots, table, length.int(), 1
-        pages.first = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        x = trunk(self.model, self.last[:size], pos, pages)                  # (size, C)
-        tokens = self.tokens(x, numbers, shares, how)
-        self.last[:size] = torch.where(length > 0, tokens.clamp(min=0), self.last[:size])
-        return tokens
+        """The next token of rows 0 .. size - 1, from what is on the device: (size, 1)."""
+        _, numbers, shares = (x[:size] for x in self.on_device)
+        runs = numbers[:, 0]                                                 # (size,)
+        length = self.length[:size] * runs
+        x = self.forward(self.history[:size].gather(1, (length - 1).clamp(min=0)[:, None])[:, 0],
+                         *self.layout(length, length[:, None] - 1, True))    # (size, C)
+        tokens = self.tokens(x, length, numbers, shares, how)
+        self.history[:size].scatter_(1, length[:, None], torch.where(runs > 0, tokens.clamp(min=0), 0)[:, None])
+        self.length[:size] += runs
+        return tokens[:, None]
 
-    def replay(self, size, how):
-        """decode_rows as a CUDA graph, one for each size and way to draw, captured when first needed."""
-        if (size, how) not in self.graphs:
-            last = self.last.clone()      # warming up draws tokens: nothing of that is to stay
+    def layout(self, length, pos, written):
+        """For rows with length (size,) tokens in all, of which those at pos (size, n) are computed: pos (size n,), at
+        least 0, and the Layout. Keys and values go into the rows' blocks where `written` says so, and there is a place."""
+        size, n = pos.shape
+        table, cap = self.on_device[0][:size], torch.minimum(length, self.on_device[1][:size, 1])
+        at = pos.clamp(min=0, max=self.limit - 1)
+        block = table.gather(1, at // self.bs).long()
+        written = (pos >= 0) & (pos < cap[:, None]) & written
+        slots = torch.where(written, block * self.bs + at % self.bs, len(self.pool.users) * self.bs)     # (size, n)
+        first = torch.arange(0, size * n + 1, n, dtype=torch.int32, device=self.device)
+        return at.flatten(), Layout(slots.flatten(), table, length.int(), first, n)
+
+    def replay(self, f, *key):
+        """f(*key), a method on what the device has; on CUDA as a graph, captured when first needed."""
+        if not self.graph:
+            return f(*key)
+        if (f.__name__, *key) not in self.graphs:
+            state, kept = self.state(), [x.clone() for x in self.state()]      # what warming up draws isn't to stay
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 for _ in range(2):
-                    self.decode_rows(size, how)
-                    self.last.copy_(last)
+                    f(*key)
+                    for x, was in zip(state, kept):
+                        x.copy_(was)
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g, _ in self.graphs.values()), None)
             with torch.cuda.graph(graph, pool=pool):
-                tokens = self.decode_rows(size, how)
-            self.graphs[size, how] = graph, tokens
-        graph, tokens = self.graphs[size, how]
+                out = f(*key)
+            self.graphs[f.__name__, *key] = graph, out
+        graph, out = self.graphs[f.__name__, *key]
         graph.replay()
-        return tokens
+        return out
 
-    def tokens(self, x, numbers, shares, how):
-        """The trunk's (b, C) -> tokens (b,), drawn by each row's numbers."""
+    def forward(self, ids, pos, layout):
+        """The trunk's answer for tokens ids at pos (N,), through the pages: (N, C)."""
+        self.pages.layout = layout
+        return trunk(self.model, ids, pos, self.pages)
+
+    def tokens(self, x, length, numbers, shares, how):
+        """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
         logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :self.vocab]       # (b, V)
-        return draw(logits, shares[:, 0], numbers[:, 3], shares[:, 1], numbers[:, 2], numbers[:, 1], how)
+        return draw(logits, shares[:, 0], numbers[:, 4], shares[:, 1], numbers[:, 3], length + numbers[:, 2], how)
 
     def how(self, requests):
-        """To draw for these, the cheapest way that serves them all; see `draw`."""
+        """To draw for these, the cheapest way that serves them all; see `probabilities`."""
         if any(r.top_k is not None or r.top_p is not None for r in requests):
             return "sorted"
-        return "plain" if any(r.temperature for r in requests) else "greedy"
+        warm = sum(r.temperature >= 1e-6 for r in requests)
+        return "warm" if warm == len(requests) else "plain" if warm else "greedy"
 
     # ---- what comes of it
+
+    def caches(self):
+        return [self.pages]
+
+    def state(self):
+        """What a step of decoding changes on the device, beside the pages."""
+        return [self.length, self.history]
 
     def register(self, r):
         """Lets others find what is full of r's blocks, as far as its tokens are known here."""
@@ -863,14 +925,18 @@ class Engine:
 
     def land(self):
         """Takes in the tokens of the oldest step under way."""
-        drawn, where, tokens, event = self.flying.popleft()
+        drawn, where, most, tokens, event = self.flying.popleft()
         if event:
             event.synchronize()
         tokens = tokens.tolist()
-        for r, token in zip(drawn, [tokens[i] for i in where]):
-            r.flying -= 1
-            if r.done:      # it ended while this was under way
-                continue
+        for r, i in zip(drawn, where):
+            r.flying, r.most = r.flying - 1, r.most - most
+            if not r.done:      # else it ended while this was under way
+                self.take(r, tokens[i])
+
+    def take(self, r, tokens):
+        """Adds what was drawn to r's text, as far as that goes."""
+        for token in tokens:
             if token < 0:
                 self.end(r, "aborted")
                 raise UserError("the model's logits are not numbers: its training diverged")
@@ -878,8 +944,9 @@ class Engine:
             self.events.append((r, token))
             if token in r.stop or len(r.text) == r.prompt + r.max_new_tokens:
                 self.end(r, "stop" if token in r.stop else "length")
-            elif r.state == "running":
-                self.register(r)
+                return
+        if r.state == "running":
+            self.register(r)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -980,7 +1047,7 @@ def serve(engine, prompts, new):
 
 def replay_seconds(engine, n):
     """What the device takes for a step of decoding n rows, as captured, without a scheduler."""
-    graph, _ = engine.graphs[min(1 << (n - 1).bit_length(), len(engine.table)), "greedy"]
+    graph, _ = engine.graphs["decode_rows", min(1 << (n - 1).bit_length(), len(engine.table)), "greedy"]
     return seconds(lambda: [graph.replay() for _ in range(20)], engine.device) / 20
 
 

@@ -1,0 +1,345 @@
+"""Speculative decoding: several tokens for one call of the target, with its exact distribution.
+
+What it teaches: a step of decoding reads all of the weights to compute one token, and reading is what takes the time: a
+step on five tokens takes hardly longer. The trouble is that the tokens have to be known. So a small model, the draft,
+guesses gamma of them one after the other, and the target looks at all guesses in one call. What it keeps is drawn so
+that the text has the target's distribution, whatever the draft; a poor one costs time alone.
+
+    draft     the cat [sat] [on] [the] [roof]        4 cheap calls: x_j drawn from q_j
+    target             ok    ok    ok    no          1 call: p_1 .. p_5, keep x_j with probability min(1, p_j / q_j)
+    text      the cat  sat   on    the   mat         the first that isn't kept is drawn anew, from max(0, p_j - q_j)
+
+Why that is exact: token x comes out with q(x) min(1, p(x) / q(x)) = min(p, q) from a draft that was kept; otherwise,
+which happens with probability 1 - sum min(p, q) = sum max(0, p - q), from max(0, p - q) over that sum: together p(x).
+Were all kept, the call has one distribution left, and one more token is drawn from it.
+
+If each draft is kept with probability alpha, a call gives (1 - alpha^(gamma + 1)) / (1 - alpha) tokens; if a draft's
+call takes c of a target's, that is done in 1 + c gamma of its time.
+
+Papers: Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318); prompt lookup: Saxena 2023.
+
+    python train.py && python sample.py --speculative --gamma=4 --color
+    python speculate.py                              acceptance and speed-up over gamma, predicted beside measured
+
+Reads top to bottom: acceptance for one text, for many; where drafts come from; the engine of paged.py with both.
+What it can't do: trees of drafts; draft and target on different devices.
+"""
+
+import math
+import time
+
+import torch
+import torch.nn.functional as F
+
+from model import Options, UserError, load_model, pick_device, pick_dtype
+from paged import Engine, invert, linear, probabilities, seconds, trunk, uniform
+
+DROPPED = -2      # in the place of a token that wasn't kept
+
+# --------------------------------------------------------------------------------------------------------------
+# 1. What is kept
+
+def accept(p, q, drafts, generator=None):
+    """The heart: which drafts are kept, and the token after them.
+
+    p (gamma + 1, V), q (gamma, V): the target's and the draft's probabilities, after temperature, top-k and top-p;
+    drafts (gamma,) int64, x_j drawn from q[j]. -> (n_accepted in 0 .. gamma, next_token), ints: drafts[:n] and next_token
+    are distributed as the target's own tokens. Leviathan et al. 2023, algorithm 1."""
+    gamma = len(drafts)
+    u = torch.rand(gamma + 1, generator=generator, dtype=torch.float64, device=p.device)
+    for j, x in enumerate(drafts.tolist()):
+        if u[j] * q[j, x] >= p[j, x]:      # with probability 1 - min(1, p / q)
+            residual = (p[j] - q[j]).clamp(min=0)
+            if not residual.any():         # p = q, and rounding alone said no
+                residual = p[j]
+            return j, int(invert(residual[None], u[-1:]))
+    return gamma, int(invert(p[-1:], u[-1:]))
+
+
+def accept_rows(p, q, drafts, u, count):
+    """accept for many texts at once: p (B, gamma + 1, V), q (B, gamma, V), drafts (B, gamma), random numbers u
+    (B, gamma + 1) in [0, 1), and count (B,): how many of a row's drafts are drafts, the others aren't looked at.
+    -> n_accepted (B,), next_token (B,), int64."""
+    (B, gamma), row = drafts.shape, torch.arange(len(drafts), device=p.device)
+    p_x, q_x = (x[:, :gamma].gather(2, drafts[..., None])[..., 0] for x in (p, q))       # (B, gamma)
+    kept = (u[:, :-1] * q_x < p_x) & (torch.arange(gamma, device=p.device) < count[:, None])
+    n = kept.long().cumprod(1).sum(1)                                        # (B,): until the first that isn't
+    p_n, residual = p[row, n], p[row, n]                                     # (B, V)
+    if gamma:
+        there = (n < count)[:, None]                                         # else all were kept: nothing to take off
+        residual = torch.where(there, p_n - q[row, n.clamp(max=gamma - 1)], p_n).clamp(min=0)
+        residual = torch.where(residual.any(1, keepdim=True), residual, p_n)
+    return n, invert(residual, u[:, -1])
+
+
+def tokens_a_call(alpha, gamma):
+    """Tokens that a call of the target gives, expected: 1 + alpha + ... + alpha^gamma."""
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else gamma + 1
+
+
+def speedup(alpha, gamma, c):
+    """Against plain decoding, if a call of the draft takes c of one of the target (Leviathan et al. 2023, theorem
+    3.8)."""
+    return tokens_a_call(alpha, gamma) / (1 + c * gamma)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 2. Drafts: propose(engine, size, how, gamma, length, count) for rows 0 .. size - 1 of the engine, whose texts have
+# length (size,) tokens -> drafts (size, gamma), q (size, gamma, V), count (size,)
+
+class Model:
+    """Drafts by a smaller model. Its keys and values lie in pages of their own, at the target's places: one block table
+    serves both.
+
+    After gamma drafts it has computed all of them but the last. Were all kept, that entry is missing: `behind`. So its
+    first call takes two tokens, of which the earlier one's keys and values are written only if they are missing."""
+
+    def __init__(self, model, engine):
+        self.model, self.pages, self.limit = model, engine.cache(model), model.config.block_size
+        self.behind = torch.zeros(len(engine.table), dtype=torch.bool, device=engine.device)
+
+    def forward(self, ids, pos, layout):
+        """ids at pos (N,) through the draft's pages -> (N, C)."""
+        self.pages.layout = layout
+        return trunk(self.model, ids, pos.clamp(max=self.limit - 1), self.pages)
+
+    def propose(self, engine, size, how, gamma, length, count):
+        count = torch.minimum(count, (self.limit - length).clamp(min=0))     # its positions may end earlier
+        _, numbers, shares = (x[:size] for x in engine.on_device)
+        drafts, qs, u = [], [], uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + torch.arange(
+            gamma, device=engine.device))                                    # (size, gamma)
+        for j in range(gamma):
+            last = length - 1 + j                                            # (size,): place of the newest token
+            if j == 0:
+                pos = torch.stack([last - 1, last], 1)                       # (size, 2)
+                ids = engine.history[:size].gather(1, pos.clamp(min=0))
+                written = torch.stack([self.behind[:size], length > 0], 1)
+            else:
+                pos, ids, written = last[:, None], drafts[-1][:, None], (j <= count)[:, None]
+            at, layout = engine.layout(length + j * (length > 0), pos, written)
+            x = self.forward(ids.flatten(), at, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
+            logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :engine.vocab]
+            q = probabilities(logits, shares[:, 0], numbers[:, 4], shares[:, 1], how)      # (size, V)
+            drafts.append(logits.argmax(-1) if how == "greedy" else invert(q, u[:, j]))
+            qs.append(q)
+        return torch.stack(drafts, 1), torch.stack(qs, 1), count
+
+
+class Lookup:
+    """Drafts without a model: what followed the longest earlier occurrence of the text's last tokens, of equals the
+    latest. It's sure of them: q is 1 for its token. Where nothing occurred before, nothing is drafted."""
+
+    def __init__(self, longest=8):
+        self.longest = longest
+
+    def propose(self, engine, size, how, gamma, length, count):
+        history, n, device = engine.history[:size], self.longest, engine.device
+        index = torch.arange(history.size(1), device=device)
+        windows = F.pad(history, (n - 1, 0), value=-1).unfold(1, n, 1)       # (size, limit, n): what ends at each place
+        ends = (length - 1).clamp(min=0)[:, None]                            # (size, 1)
+        same = windows == windows.gather(1, ends[..., None].expand(-1, -1, n))
+        same = same & (windows >= 0)
+        match = same.flip(2).long().cumprod(2).sum(2)                        # (size, limit): how many tokens agree
+        score = torch.where(index < ends, match * len(index) + index, -1)    # the longest, then the latest
+        best = score.argmax(1, keepdim=True)                                 # (size, 1)
+        found = match.gather(1, best)[:, 0] * (length > 1)
+        period = (ends - best).clamp(min=1)                                  # from there the text is its own draft
+        drafts = history.gather(1, best + 1 + torch.arange(gamma, device=device) % period)
+        q = F.one_hot(drafts, engine.vocab).float()
+        return drafts, q, torch.where(found > 0, count, 0)
+
+
+# streams of random numbers beside the one that the target draws from; a place in the text is drafted, tested and drawn
+# each by its own number, and one that is drafted again was dropped for what came before it, so its number is unused
+DRAFTS, TESTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 3. The engine: a step of decoding is a round of drafts and one call of the target
+#
+# The target's call takes gamma + 1 tokens of each row, the newest one and the drafts. Near the end of a text or of the
+# context there is room for fewer drafts, `count`; then the call begins that many tokens earlier instead, at tokens that
+# have been computed before and aren't written again. What was rejected is left where it is, past the context's length,
+# and overwritten: truncation is a smaller number. How many tokens a round gave is known on the device, which begins the
+# next from it; the host learns it one round later, and until then reckons with all.
+
+class Speculator(Engine):
+    """An Engine that decodes speculatively: what it writes has the target's distribution, and is its greedy text at
+    temperature 0.
+
+    draft: a GPT of the same vocabulary, or None to look up drafts in the text; gamma: drafts a round, 1 or more, or
+    "auto", up to `most`: by how many are accepted, and the measured cost. Everything else as for Engine."""
+
+    def __init__(self, model, num_blocks, *args, draft=None, gamma=4, most=8, **kwargs):
+        if draft is not None and draft.config.vocab_size != model.config.vocab_size:
+            raise UserError(f"the draft has a vocabulary of {draft.config.vocab_size} ids and the target one of "
+                            f"{model.config.vocab_size}: they must be the same")
+        if gamma != "auto" and not (isinstance(gamma, int) and gamma >= 1):
+            raise UserError(f"gamma={gamma} must be at least 1, or auto")
+        self.auto = self.timing = gamma == "auto"
+        self.ahead = most if self.auto else gamma
+        self.gamma = min(4, self.ahead)
+        super().__init__(model, num_blocks, *args, **kwargs)
+        self.draft = Lookup() if draft is None else Model(draft, self)
+        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, turns=0, seconds=0.0)
+        self.costs = {}      # {rows: (seconds of a step of plain decoding, of a draft)}, measured if `timing`
+
+    def caches(self):
+        return super().caches() + ([self.draft.pages] if isinstance(self.draft, Model) else [])
+
+    def state(self):
+        return super().state() + ([self.draft.behind] if isinstance(self.draft, Model) else [])
+
+    def add(self, *args, **kwargs):
+        """As Engine.add; a Request's `wrote` says of each token who wrote it: "draft" (and the target kept it), "target"
+        (in the place of a draft, or where there was none), "bonus" (the target, after all drafts were kept)."""
+        request = super().add(*args, **kwargs)
+        for one in request.samples:
+            one.wrote = []
+        return request
+
+    # ---- on the host
+
+    def due(self, r):
+        """All but the newest token: a round begins with that."""
+        return r.context - 1 - r.computed
+
+    def plan(self):
+        """Prompts first, in steps of their own: so where a text's rounds begin depends on nothing else in the batch."""
+        copies = {}
+        while True:
+            for r in [r for r in self.running if not r.at_hand and not self.due(r)]:
+                for one in (r, *self.fork(r, r.computed)):
+                    one.at_hand = True
+            batch, more = super().plan()
+            copies.update((b, a) for a, b in more)
+            prompts = [(r, n) for r, n in batch if not r.at_hand]
+            if not prompts or any(n for _, n in prompts):
+                return [(r, n) for r, n in prompts if n] or batch, [(a, b) for b, a in copies.items()]
+
+    def seat(self, r, blocks, computed):
+        super().seat(r, blocks, computed)
+        row, text = self.upload([r.row], r.text[r.start:])
+        self.history[row[0], :len(text)], self.length[row] = text, len(text)
+        if isinstance(self.draft, Model):
+            self.draft.behind[row] = False
+
+    def forward(self, ids, pos, layout):
+        if isinstance(self.draft, Model):
+            self.draft.forward(ids, pos, layout)
+        return super().forward(ids, pos, layout)
+
+    def key(self, size, requests):
+        size, how = super().key(size, requests)
+        if self.timing and size not in self.costs:
+            self.costs[size] = self.measure(size, how)
+        if self.auto and self.stats["tested"]:
+            plain, draft = self.costs[size]
+            self.gamma = max(range(1, self.ahead + 1), key=lambda gamma: speedup(self.alpha, gamma, draft / plain))
+        self.decoding = size
+        return size, how, self.gamma
+
+    @property
+    def alpha(self):
+        """The share of the drafts looked at that was kept."""
+        return self.stats["accepted"] / max(1, self.stats["tested"])
+
+    def measure(self, size, how, repeats=5):
+        """-> seconds that rows 0 .. size - 1 take for a step of plain decoding, and for a draft. For when a step is about
+        to begin, and has room for what this writes; it leaves the state as it was."""
+        gamma, state, kept = self.gamma, self.state(), [x.clone() for x in self.state()]
+
+        def plain():
+            self.replay(self.decode_rows, size, how, 0)
+            for x, was in zip(state, kept):
+                x.copy_(was)
+        with torch.inference_mode():
+            return (seconds(lambda: [plain() for _ in range(repeats)], self.device) / repeats,
+                    seconds(lambda: [self.replay(self.propose, size, how, gamma) for _ in range(repeats)],
+                            self.device) / repeats / gamma)
+
+    def turn(self):
+        """A step; those that only decode are timed, but for what is captured or measured in them."""
+        begin, before, self.decoding = time.perf_counter(), len(self.graphs) + len(self.costs), 0
+        super().turn()
+        if self.decoding and before == len(self.graphs) + len(self.costs):
+            self.stats["turns"] += 1
+            self.stats["seconds"] += time.perf_counter() - begin
+
+    def take(self, r, tokens):
+        """Tokens of a round, and the number of its drafts."""
+        *tokens, count = tokens
+        gamma, length, before = len(tokens) - 1, len(r.text) - r.start, len(r.text)
+        tokens = [token for token in tokens if token != DROPPED]
+        n = len(tokens) - 1
+        if r.state == "running":      # else it let go of all that it had computed
+            r.computed = length + n - (n == gamma)
+        super().take(r, tokens)
+        r.wrote += (["draft"] * n + ["bonus" if 0 < count == n else "target"])[:len(r.text) - before]
+        for name, value in (("rounds", 1), ("accepted", n), ("tested", min(n + 1, count)), ("gammas", gamma),
+                            ("written", len(r.text) - before)):
+            self.stats[name] += value
+
+    # ---- on the device
+
+    def propose(self, size, how, gamma):
+        """Drafts for rows 0 .. size - 1, as Model and Lookup say, at most as many as there is room for."""
+        numbers = self.on_device[1][:size]
+        length = self.length[:size] * numbers[:, 0]
+        return self.draft.propose(self, size, how, gamma, length, (numbers[:, 1] - length).clamp(0, gamma) * numbers[:, 0])
+
+    def decode_rows(self, size, how, gamma):
+        """A round for rows 0 .. size - 1: (size, gamma + 2), tokens, DROPPED where none was kept, and the number of
+        drafts."""
+        _, numbers, shares = (x[:size] for x in self.on_device)
+        history, runs = self.history[:size], numbers[:, 0]
+        length, step = self.length[:size] * runs, torch.arange(gamma + 1, device=self.device)
+        places = length[:, None] + step                                      # (size, gamma + 1) of the new tokens
+        drafts, q, count = places[:, :0], places.new_zeros(size, 0, self.vocab), length * 0
+        if gamma:
+            drafts, q, count = self.propose(size, how, gamma)                # (size, gamma), (size, gamma, V), (size,)
+            history.scatter_(1, places[:, :-1], drafts)
+        pos = places - 1 - (gamma - count)[:, None]                          # the last draft comes last
+        at, layout = self.layout(length + count, pos, pos >= length[:, None] - 1)
+        x = super().forward(history.gather(1, pos.clamp(min=0)).flatten(), at, layout).view(size, gamma + 1, -1)
+        first = ((gamma - count)[:, None] + step).clamp(max=gamma)           # (size, gamma + 1): the newest token first
+        x = x.gather(1, first[..., None].expand_as(x)).flatten(0, 1)         # (size (gamma + 1), C)
+        logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :self.vocab]
+        each = (y[:, None].expand(-1, gamma + 1).flatten() for y in (shares[:, 0], numbers[:, 4], shares[:, 1]))
+        p = probabilities(logits, *each, how).view(size, gamma + 1, -1)
+        u = uniform(numbers[:, 3:4] + torch.where(step < gamma, TESTS, 0),
+                    (length + numbers[:, 2])[:, None] + step % max(1, gamma))       # (size, gamma + 1)
+        n, token = accept_rows(p, q, drafts, u, count)                       # (size,), (size,)
+        finite = logits.amax(-1).isfinite().view(size, -1).all(1)
+        history.scatter_(1, (length + n)[:, None], token[:, None])
+        out = torch.where(step <= n[:, None], history.gather(1, places), DROPPED)
+        out = torch.cat([torch.where(finite[:, None], out, -1), count[:, None]], 1)
+        self.length[:size] += (n + 1) * runs
+        if isinstance(self.draft, Model):
+            self.draft.behind[:size] = torch.where(runs > 0, (n == gamma) & (gamma > 0), self.draft.behind[:size])
+        return out
+
+
+def figures(engine):
+    """What a Speculator has done, predicted beside measured: {alpha, gamma, c, calls: tokens a call of the target,
+    predicted and measured, speedup: likewise, against plain decoding as measured by `costs`}."""
+    s, alpha = engine.stats, engine.alpha
+    if not s["turns"] or not engine.costs:
+        return None
+    gamma, (plain, draft) = s["gammas"] / s["rounds"], list(engine.costs.values())[-1]
+    calls = s["written"] / s["rounds"]
+    return dict(alpha=alpha, gamma=gamma, c=draft / plain, calls=(tokens_a_call(alpha, gamma), calls),
+                speedup=(speedup(alpha, gamma, draft / plain), calls * plain * s["turns"] / s["seconds"]))
+
+
+def sentence(f, kind):
+    """figures as one sentence, and a second one where speculation doesn't pay."""
+    text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of the "
+            f"target (predicted {f['calls'][0]:.2f}); {f['speedup'][1]:.2f} times as fast as plain decoding (predicted "
+            f"{f['speedup'][0]:.2f} with c = {f['c']:.2f})")
+    if f["speedup"][1] >= 1:
+        return text
+    best = max(range(1, 9), key=lambda gamma: speedup(f["alpha"], gamma, f["c"]))
+    return (f"{text}\nspeculation doesn't pay here: with drafts that cost {f['c']:.2f} of the target's step and are kept "
+            f"with probability {f['alpha']:.2f}, the best that can be had is {speedup(f['alpha'], best, f['c']):.2f}, at "
+            f"gamma = {best}")

@@ -1,0 +1,330 @@
+"""speculate.py: what is accepted against the target's distribution, the engine against plain decoding."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from conftest import DEVICE
+
+from model import GPT, GPTConfig, UserError, distribution
+from paged import ContiguousCache, invert
+from speculate import Lookup, Speculator, accept, accept_rows, figures, sentence, speedup, tokens_a_call
+
+LIMIT = 40      # the target's block_size
+EACH = [dict(temperature=t, **more) for t in (0.5, 1.0, 2.0) for more in ({}, dict(top_k=3), dict(top_p=0.7))]
+
+
+def noisy(model, amount):
+    model = copy.deepcopy(model)
+    for p in model.parameters():
+        p.data += amount * torch.randn_like(p) * p.data.abs().mean()
+    return model
+
+
+def random_model(n_layer, block_size=LIMIT, V=65, C=32):
+    model = GPT(GPTConfig(vocab_size=V, block_size=block_size, n_layer=n_layer, n_head=2, n_embd=C), seed=None)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.3 if p.dim() > 1 else 0.1)
+    model.wpe.weight.data *= 5      # so that texts don't repeat one token
+    return model.to(DEVICE).eval()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model(2)
+
+
+@pytest.fixture(autouse=True)
+def rng(seed):
+    random.seed(seed)
+
+
+def drafts_of(target):
+    """Drafts that are never, sometimes and always right; one whose positions end early; text that was before."""
+    return [random_model(1), noisy(target, 0.3), target, random_model(1, block_size=LIMIT // 2), None]
+
+
+def ids(n, V=65):
+    return [random.randrange(V) for _ in range(n)]
+
+
+def greedy(model, prompt, n):
+    return model.generate(torch.tensor([prompt], device=DEVICE), n, 0.0)[0].tolist()[len(prompt):]
+
+
+def drain(engine, check=None):
+    while engine.busy:
+        engine.step()
+        if check:
+            check()
+    engine.pool.check()
+    assert len(engine.pool.free) == len(engine.pool.users) and not engine.running
+
+
+def chi_square_holds(seen, expected):
+    """At a p-value of 1e-5 or more (tests run often), by Wilson and Hilferty's cube root."""
+    assert seen[expected == 0].sum() == 0
+    there = expected > 0
+    k = max(1, int(there.sum()) - 1)
+    x = float(((seen - expected)[there] ** 2 / expected[there]).sum())
+    assert ((x / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k)) < 4.27, (x, k)
+
+
+# ---- what is accepted -------------------------------------------------------------------------------------------
+
+def drawn(p, q, n, count=None):
+    """n rounds with the same tables p (gamma + 1, V), q (gamma, V), each completed to gamma + 1 tokens by the target:
+    (n, gamma + 1); and how many drafts were kept (n,)."""
+    gamma, V = q.shape
+    drafts = torch.multinomial(q, n, replacement=True).T                     # (n, gamma)
+    count = torch.full((n,), gamma) if count is None else count
+    kept, after = accept_rows(p.expand(n, -1, -1), q.expand(n, -1, -1), drafts, torch.rand(n, gamma + 1).double(), count)
+    text = torch.multinomial(p, n, replacement=True).T                       # (n, gamma + 1)
+    step = torch.arange(gamma + 1)
+    text[:, :-1] = torch.where(step[:-1] < kept[:, None], drafts, text[:, :-1])
+    return torch.where(step == kept[:, None], after[:, None], text), kept
+
+
+def tables(gamma, V=8, **options):
+    return (distribution(torch.randn(n, V) * 1.5, **options) for n in (gamma + 1, gamma))
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+@pytest.mark.parametrize("gamma", [1, 2, 3, 5, 8])
+def test_tokens_and_pairs_are_distributed_as_the_targets(gamma, options):
+    n, (p, q) = 200_000, tables(gamma, **options)
+    text, kept = drawn(p, q, n, torch.randint(0, gamma + 1, (n,)))           # with fewer drafts than places, too
+    for j in range(gamma + 1):
+        chi_square_holds(torch.bincount(text[:, j], minlength=8).double(), p[j].double() * n)
+        if j:
+            pair = torch.bincount(text[:, j - 1] * 8 + text[:, j], minlength=64).double()
+            chi_square_holds(pair, torch.outer(p[j - 1], p[j]).flatten().double() * n)
+
+
+def test_equal_tables_keep_all_and_disjoint_ones_none():
+    p, _ = tables(4)
+    text, kept = drawn(p, p[:-1], 100_000)
+    assert (kept == 4).all()
+    half = torch.arange(8) < 4
+    p, q = (x / x.sum(-1, keepdim=True) for x in (torch.rand(5, 8) * half, torch.rand(4, 8) * ~half))
+    text, kept = drawn(p, q, 100_000)
+    assert (kept == 0).all()
+    chi_square_holds(torch.bincount(text[:, 0], minlength=8).double(), p[0].double() * 100_000)
+
+
+@pytest.mark.parametrize("V", [8, 3000])
+def test_many_rows_are_each_as_one(V):
+    for _ in range(300):
+        gamma, seed = random.randrange(1, 9), random.randrange(2 ** 40)
+        p, q = (x.to(DEVICE) for x in tables(gamma, V, temperature=random.choice([0.0, 0.5, 1.0])))
+        if random.random() < 0.3:
+            q = p[:-1].clone()
+        drafts = torch.multinomial(q, 1)[:, 0]
+        u = torch.rand(gamma + 1, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64, device=DEVICE)
+        want = accept(p, q, drafts, torch.Generator(DEVICE).manual_seed(seed))
+        others = torch.softmax(torch.randn(2, gamma + 1, V, device=DEVICE), -1)
+        rows = [torch.stack([a, b, c]) for a, b, c in ((others[0], p, others[1]), (others[0, 1:], q, others[1, 1:]))]
+        n, token = accept_rows(*rows, drafts.expand(3, -1), u.expand(3, -1), torch.full((3,), gamma, device=DEVICE))
+        assert (int(n[1]), int(token[1])) == want
+        n, token = accept_rows(*rows, drafts.expand(3, -1), u.expand(3, -1), torch.zeros(3, device=DEVICE))
+        assert int(n[1]) == 0 and int(token[1]) == int(invert(p[:1], u[-1:]))
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_tokens_a_call_are_as_predicted(gamma):
+    p, q = (x[:1].expand(n, -1).contiguous() for x, n in zip(tables(1), (gamma + 1, gamma)))
+    alpha = float(torch.minimum(p[0], q[0]).sum())
+    _, kept = drawn(p, q, 200_000)
+    assert abs((kept + 1.0).mean() - tokens_a_call(alpha, gamma)) < 5 * (kept + 1.0).std() / 200_000 ** 0.5
+    assert abs(speedup(alpha, gamma, 0.1) - tokens_a_call(alpha, gamma) / (1 + 0.1 * gamma)) < 1e-12
+    assert abs(tokens_a_call(0.8, 4) - (1 - 0.8 ** 5) / 0.2) < 1e-12 and tokens_a_call(1.0, 4) == 5
+
+
+# ---- whole texts ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=0.6), dict(top_k=2), dict(top_p=0.8, temperature=1.5)], ids=str)
+@pytest.mark.parametrize("lookup", [False, True])
+def test_short_texts_against_enumeration(options, lookup):
+    V, T, n = 4, 3, 4000
+    model = random_model(1, block_size=16, V=V, C=16)
+    engine = Speculator(model, 8 * 64, 4, 64, draft=None if lookup else noisy(model, 0.5), gamma=2)
+    prompt = [1, 2, 1, 2]
+    texts = engine.add(prompt, T, seed=random.randrange(2 ** 40), n=n, **options).samples
+    drain(engine)
+    expected = torch.ones(1, dtype=torch.float64)
+    for j in range(T):
+        prefixes = torch.cartesian_prod(*[torch.arange(V)] * j).view(-1, j) if j else torch.zeros(1, 0, dtype=torch.int64)
+        idx = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], 1).to(DEVICE)
+        with torch.no_grad():
+            p = distribution(model(idx)[:, -1], **options)
+        expected = (expected[:, None] * p.double().cpu()).flatten()
+    seen = torch.zeros(V ** T, dtype=torch.float64)
+    for one in texts:
+        seen[sum(token * V ** (T - 1 - j) for j, token in enumerate(one.tokens))] += 1
+    keep = expected * n > 5      # rarer texts are one class
+    seen, expected = (torch.cat([x[keep], x[~keep].sum()[None]]) for x in (seen, expected * n))
+    chi_square_holds(seen[expected > 1e-9], expected[expected > 1e-9])
+    assert lookup or 0 < engine.stats["accepted"] < engine.stats["tested"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("gamma", range(1, 9))
+def test_greedy_text_is_the_targets(target, gamma, lag):
+    """Prompts around the edges of blocks and of the context, any draft, a pool that forces preemption, forks, NaN in all
+    that nobody wrote."""
+    for draft in drafts_of(target):
+        bs = random.choice([1, 3, 4, 16])
+        engine = Speculator(target, -(-LIMIT // bs) + random.choice([0, 2, 100]), bs, random.choice([1, 5]), 16,
+                            draft=draft, gamma=gamma)
+        engine.lag = max(lag, engine.lag)
+        for pages in engine.caches():
+            pages.k.fill_(math.nan), pages.v.fill_(math.nan)
+        common, requests = ids(60), []
+        for length in random.choices([1, 2, bs, bs + 1, 2 * bs, 7, LIMIT - 2, LIMIT - 1, LIMIT, LIMIT + 1, 60], k=7):
+            prompt = common[:length] if random.random() < 0.5 else ids(length)
+            requests += engine.add(prompt, random.choice([1, 2, 5, 20, LIMIT, LIMIT + 20]), 0.0,
+                                   n=random.choice([1, 1, 3])).samples
+        drain(engine)
+        for r in requests:
+            assert r.tokens == greedy(target, r.text[:r.prompt], r.max_new_tokens) and len(r.wrote) == len(r.tokens)
+        if draft is target and engine.stats["tested"]:
+            assert engine.stats["accepted"] == engine.stats["tested"]        # its cache is right
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+def test_after_every_round_both_caches_hold_what_was_accepted(target, gamma):
+    draft, kept = noisy(target, 0.3), set()
+    engine = Speculator(target, 60, 4, 5, draft=draft, gamma=gamma)
+    engine.lag = 0
+    for pages in engine.caches():
+        pages.k.fill_(math.nan), pages.v.fill_(math.nan)
+    for n in (1, 3, 4, 9, 30):
+        engine.add(ids(n), LIMIT - n + 1, 0.0)
+    before = {}
+
+    def check():
+        for r in [r for r in engine.running if r.computed]:
+            kept.add(len(r.tokens) - before.get(r, 1) - 1)
+            before[r] = len(r.tokens)
+            for model, pages, n in ((target, engine.pages, len(r.text) - 1), (draft, engine.draft.pages, r.computed)):
+                assert len(r.text) - 1 - n in ((0, 1) if model is draft else (0,))
+                fresh = ContiguousCache(model, n)
+                with torch.no_grad():
+                    model(torch.tensor([r.text[:n]], device=DEVICE), attend=fresh)
+                for mine, want in ((pages.k, fresh.k), (pages.v, fresh.v)):
+                    found = mine[:, r.blocks].flatten(1, 2)[:, :n].transpose(1, 2)       # (L, nh, n, hs)
+                    assert (found - want[:, 0]).abs().max() < 1e-4 * want.abs().max()
+    drain(engine, check)
+    assert {0, gamma} <= kept and (gamma == 1 or len(kept) > 2)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_limits_and_stops_hold_to_the_token(target, lag):
+    prompt = ids(5)
+    want = greedy(target, prompt, 30)
+    for draft in (target, noisy(target, 0.3), None):
+        engine = Speculator(target, 100, 4, 8, draft=draft, gamma=8)
+        engine.lag = max(lag, engine.lag)
+        cut = [engine.add(prompt, n, 0.0) for n in (0, 1, 2, 5, 9, 10, 30)]
+        stopped = [engine.add(prompt, 30, 0.0, stop=[token]) for token in want[:20]]
+        drain(engine)
+        assert [r.tokens for r in cut] == [want[:r.max_new_tokens] for r in cut]
+        for r, token in zip(stopped, want):
+            assert r.tokens == want[:want.index(token) + 1] and r.state == "stop"
+
+
+@pytest.mark.parametrize("draft", [0.3, None])
+def test_a_seed_writes_the_same_alone_and_in_a_crowd(target, draft):
+    draft = noisy(target, draft) if draft else None
+    prompts = [ids(random.choice([1, 4, 5, 17])) for _ in range(8)]
+    options = [dict(random.choice(EACH), seed=j, max_new_tokens=20) for j in range(8)]
+
+    def written(together, blocks):
+        engine, texts = Speculator(target, blocks, 4, 5, draft=draft, gamma=3), []
+        for prompt, how in zip(prompts, options):
+            texts.append(engine.add(prompt, **how))
+            if not together:
+                drain(engine)
+        drain(engine)
+        return [r.tokens for r in texts]
+    assert written(False, 100) == written(True, 100) == written(True, 12)
+
+
+def test_what_was_before_is_looked_up():
+    engine = Speculator(random_model(1), 30, 4, 2, draft=None, gamma=5)
+    for text, want in (([1, 2, 3, 4, 9, 1, 2, 3], [4, 9, 1, 2, 3]),          # the longest, continued
+                       ([7, 1, 2, 5, 1, 2, 6, 1, 2], [6, 1, 2, 6, 1]),       # of equals the latest, and around
+                       ([5, 5], [5] * 5), ([3, 1, 2, 3, 8, 2, 3], [8, 2, 3, 8, 2]), ([1, 2, 3], None), ([4], None)):
+        engine.history.fill_(want[0] if want else 3)      # past the text is anything
+        engine.history[0, :len(text)] = torch.tensor(text)
+        full = torch.full((1,), 5, device=DEVICE)
+        drafts, q, count = Lookup().propose(engine, 1, "plain", 5, full * 0 + len(text), full)
+        assert count.item() == (5 if want else 0)
+        assert want is None or drafts[0].tolist() == want and (q[0, torch.arange(5), want] == 1).all()
+
+
+def test_gamma_follows_acceptance_and_cost(target):
+    for draft, least, most in ((target, 6, 8), (random_model(1), 1, 2)):
+        engine = Speculator(target, 100, 4, 4, draft=draft, gamma="auto")
+        engine.costs = dict.fromkeys(range(9), (1.0, 0.05))      # else they are measured, and this machine's
+        for _ in range(8):
+            engine.add(ids(3), 30, 0.0)
+        drain(engine)
+        assert least <= engine.gamma <= most
+
+
+def test_bad_requests_are_refused_in_a_sentence(target):
+    for gamma in (0, -1, 2.5, "much"):
+        with pytest.raises(UserError, match="gamma"):
+            Speculator(target, 10, draft=target, gamma=gamma)
+    with pytest.raises(UserError, match="66 .* 65"):
+        Speculator(target, 10, draft=random_model(1, V=66))
+
+
+def test_padded_ids_are_never_written():
+    target, draft = random_model(1, V=50), random_model(1, V=50)             # tables of 64 rows
+    for model in (target, draft):
+        model.wte.weight.data[50:] = 100 * torch.randn(14, 32)
+    engine = Speculator(target, 100, 4, 8, draft=draft, gamma=4)
+    texts = [engine.add(ids(3, 50), 30, 2.0, seed=j) for j in range(8)]
+    drain(engine)
+    assert max(max(r.tokens) for r in texts) < 50
+
+
+def test_aborts_and_arrivals_leave_nothing(target):
+    engine = Speculator(target, 14, 4, 4, 16, draft=noisy(target, 0.2), gamma=3)
+    engine.lag = 1
+    live, texts = [], []
+    for step in range(400):
+        if random.random() < 0.3:
+            live += engine.add(ids(random.randrange(1, 30)), random.randrange(1, 20), 0.0, n=random.choice([1, 2])).samples
+        if live and random.random() < 0.1:
+            engine.abort(random.choice(live))
+        engine.step() if engine.busy else None
+        engine.pool.check()
+        texts += [r for r in live if r.done and r.state != "aborted"]
+        live = [r for r in live if not r.done]
+    drain(engine)
+    assert len(texts) > 20
+    for r in random.sample(texts, 20):
+        assert r.tokens == greedy(target, r.text[:r.prompt], r.max_new_tokens)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_measuring_changes_nothing(target, lag):
+    """What plain decoding and a draft take is measured in the middle of texts, by steps whose tokens are dropped."""
+    for draft in (noisy(target, 0.3), None):
+        engine, prompts = Speculator(target, 100, 4, 4, draft=draft, gamma=3), [ids(n) for n in (1, 5, 9)]
+        engine.lag, engine.timing = max(lag, engine.lag), True
+        texts = [engine.add(prompt, 20, 0.0) for prompt in prompts]
+        while engine.busy:
+            engine.step()
+            engine.costs.clear()      # to be measured before each step
+        assert [r.tokens for r in texts] == [greedy(target, prompt, 20) for prompt in prompts]
+        engine.add(prompts[0], 20, 0.0)
+        drain(engine)
+        measured = figures(engine)
+        assert measured["alpha"] == engine.alpha and all(x > 0 for x in (*measured["calls"], *measured["speedup"]))
+        assert (speedup(0.5, 3, 0.5) < 1) == ("doesn't pay" in sentence(dict(measured, speedup=(0.75, 0.75)), "x"))
