@@ -110,6 +110,20 @@ class Mesh:
             b = (a + 1) % pp
             for key in (("F", a, b), ("B", b, a)):
                 self.channels[key] = new_group([[row[key[1]], row[key[2]]] for row in stages.tolist()])
+        self.open_channels(pp)
+
+    def open_channels(self, pp):
+        """Uses once, in an order that all ranks share, what ranks at different places of a schedule use together. NCCL
+        makes a communicator at its first use, where both ends wait for each other: in the middle of a schedule, two of
+        them could wait in a circle."""
+        x = torch.zeros(1, device=self.device)
+        for (_, a, b), channel in self.channels.items():
+            if a == self.pp.rank:
+                dist.send(x, self.pp.ranks[b], channel.process_group)
+            elif b == self.pp.rank:
+                dist.recv(x, self.pp.ranks[a], channel.process_group)
+        if pp > 1 and self.tied.size > 1:
+            dist.all_reduce(x, group=self.tied.process_group)
 
     @classmethod
     def alone(cls, device):
@@ -297,10 +311,10 @@ class Ledger(Counter):
 
     launched = None
 
-    def note(self, kind, n):
+    def note(self, kind, n, device):
         self[kind] += n
         if self.launched is not None:
-            self.launched.append((time.perf_counter(), kind, n))
+            self.launched.append((now(device), kind, n))
 
 
 LEDGER = Ledger()
@@ -313,7 +327,7 @@ def check(kind, x):
 
 def count(kind, x, group, rounds=1):
     check(kind, x)
-    LEDGER.note(kind, rounds * x.numel() * x.element_size() * (group.size - 1) // group.size)
+    LEDGER.note(kind, rounds * x.numel() * x.element_size() * (group.size - 1) // group.size, x.device)
 
 
 # newer names of the same, where torch has them
@@ -912,7 +926,8 @@ def now(device):
     """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    captured = dict(external=True) if torch.cuda.is_current_stream_capturing() else {}      # read after each replay
+    event = torch.cuda.Event(enable_timing=True, **captured)
     event.record()
     return event
 
@@ -1400,7 +1415,7 @@ class Parallel:
             return
         group = self.mesh.channels[op, me, to]
         x = x.contiguous()
-        LEDGER.note("send", x.numel() * x.element_size())
+        LEDGER.note("send", x.numel() * x.element_size(), x.device)
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sending = [(work, y) for work, y in self.sending if not work.is_completed()]
         self.sending.append((dist.isend(x, self.mesh.pp.ranks[to], group.process_group), x))
@@ -1677,16 +1692,22 @@ class Parallel:
 
     def traced(self, step):
         """Runs step() and notes what each rank did when, in seconds since all began together; all ranks call it.
-        -> its Timeline, and [(rank, moment, kind, bytes)] of the messages and collectives that the hosts launched."""
+        -> its Timeline, and [(rank, moment, kind, bytes)] of the messages and collectives launched on the way."""
         self.flush()
+        self.settle()
+        self.marks, LEDGER.launched = [], []
+        for replay in (self.gradient, self.update):
+            if replay.graph:      # once more, with the marks in it
+                replay.capture(*replay.inputs)
+        self.forget()
         self.mesh.any(False)      # with the device idle and the ranks together
-        begin, start, self.marks, LEDGER.launched = now(self.mesh.device), time.perf_counter(), [], []
+        begin = now(self.mesh.device)
         step()
         self.flush()
         marks, launched, self.marks, LEDGER.launched = self.marks, LEDGER.launched, None, None
         times = [between(begin, moment) for _, moment in marks]
         mine = ([(a, b, action) for a, b, (action, _) in zip(times, times[1:], marks[1:]) if action],
-                [(self.mesh.world.ranks[self.mesh.world.rank], at - start, kind, n) for at, kind, n in launched])
+                [(self.mesh.world.ranks[self.mesh.world.rank], between(begin, at), kind, n) for at, kind, n in launched])
         everyone = [mine]
         if self.mesh.world.size > 1:
             everyone = [None] * self.mesh.world.size

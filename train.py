@@ -180,8 +180,8 @@ def add_devices(p):
     g.add_argument("--compile", action=yes_no, help="torch.compile the blocks: slow to start, then "
                    "faster (default: on for CUDA where there is Triton)")
     g.add_argument("--graph", action=yes_no, help="replay the training step as a CUDA graph, so that the GPU never "
-                   "waits for Python (default: on for CUDA where it can be: not with float16, pipedream, --trace, "
-                   "experts, nor dropout under --tp or --recompute)")
+                   "waits for Python (default: on for CUDA where it can be: not with float16, pipedream, nor "
+                   "dropout under --tp or --recompute)")
 
 
 def preset_table():
@@ -233,10 +233,10 @@ def parse(argv=None):
     if args.dtype == torch.float16 and args.schedule == "pipedream":
         raise UserError("schedule=pipedream has no loss scale that all stages agree on: not with dtype=float16")
     can = (args.device.type == "cuda" and args.dtype != torch.float16 and args.schedule != "pipedream"
-           and not (args.trace or args.n_expert or args.dropout and (args.tp > 1 or args.recompute)))
+           and not (args.dropout and (args.tp > 1 or args.recompute)))
     if args.graph and not can:
-        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, --trace, experts, nor "
-                        "dropout under --tp or --recompute")
+        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, nor dropout under --tp "
+                        "or --recompute")
     args.graph = can if args.graph is None else args.graph
     return args, start
 

@@ -271,11 +271,16 @@ def test_compiled_and_plain_checkpoints_have_the_same_names(text, tmp_path):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need CUDA")
-@pytest.mark.parametrize("options", [["--micro_batch=2"], ["--dtype=bfloat16", "--compile"]])
+@pytest.mark.parametrize("options", [["--micro_batch=2"], ["--dtype=bfloat16", "--compile"], ["--n_expert=4"],
+                                     ["--n_expert=4", "--micro_batch=2", "--dtype=bfloat16", "--compile"]])
 def test_a_replayed_step_is_the_step(text, tmp_path, options):
-    """Bit for bit, with dropout, and with evaluations and checkpoints between the replays."""
-    options += ["--max_steps=12", "--save_every=5", "--eval_every=3", "--dropout=0.1"]
-    assert run(text, tmp_path / "a", "--graph", *options) == run(text, tmp_path / "b", "--no-graph", *options) == 0
+    """Bit for bit, with dropout, with evaluations and checkpoints between the replays, and when one of them is traced."""
+    options = [*options, "--max_steps=12", "--save_every=5", "--eval_every=3", "--dropout=0.1"]
+    trace = tmp_path / "trace.json"
+    assert run(text, tmp_path / "a", "--graph", f"--trace={trace}", *options) == 0
+    assert run(text, tmp_path / "b", "--no-graph", *options) == 0
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in json.loads(trace.read_text()) if e["ph"] == "X"]
+    assert len(spans) >= 2 and all(a < b for a, b in spans) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:]))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 12
     a, b = (load_checkpoint(tmp_path / x / "ckpt.pt")["model"] for x in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
