@@ -416,13 +416,14 @@ def read_array(path, dtype):
 
 
 def read_ids(path, block_size, whole):
-    """nanoGPT's format: `path`, and val.bin beside it if there, else the last tenth. -> train, val"""
+    """nanoGPT's format: `path`, and val.bin beside it if there, else the last tenth. -> train, val; whole: -> nothing,
+    and all of `path`, but of train.bin the val.bin beside it."""
     beside = path.with_name("val.bin")
-    if path.name == "val.bin" or not beside.is_file():
+    if whole and path.name == "train.bin" and beside.is_file():
+        path = beside
+    if whole or path.name == "val.bin" or not beside.is_file():
         return split(read_array(path, np.uint16), path, block_size, whole)
     val = read_array(beside, np.uint16)
-    if whole:
-        return split(val, beside, block_size, whole)
     return need(read_array(path, np.uint16), path, block_size), val if len(val) > block_size else val[:0]
 
 
@@ -1043,7 +1044,8 @@ def score(jobs, meshes, data, run_id, stop, processes):
     if not math.isfinite(loss):
         raise Diverged(f"the loss is {loss}")
     path = args.init_from if not args.resume else Path(args.out) / "ckpt.pt"
-    return (f"{path}: {engine.num_params:,} parameters, {len(data.val):,} tokens; loss {loss:.4f}, perplexity "
+    part = "a part of " if args.eval_batches else ""
+    return (f"{path}: {engine.num_params:,} parameters, {part}{len(data.val):,} tokens; loss {loss:.4f}, perplexity "
             f"{math.exp(min(loss, 700)):.2f}")
 
 

@@ -414,7 +414,8 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, tmp_path):
 @pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 107])
 def test_eval_only_is_the_loss_of_every_token(gpt2, bins, tmp_path, capsys, n):
     ids = np.random.randint(0, 262, n).astype(np.uint16)
-    ids.tofile(tmp_path / "val.bin")
+    for name in ("val.bin", "other.bin"):
+        ids.tofile(tmp_path / name)
     arguments = [*PLAIN[:-1], "--eval_only", f"--init_from={gpt2}", f"--out={tmp_path / 'o'}"]
     sums, model, T = 0.0, GPT.from_pretrained(gpt2), 8
     for t in range(1, n):                                            # by definition, one target after the other
@@ -422,7 +423,9 @@ def test_eval_only_is_the_loss_of_every_token(gpt2, bins, tmp_path, capsys, n):
         first = min(first, n - T - 1)                                # the last window is a full one
         idx = torch.from_numpy(ids[None, first:t].astype(np.int64))
         sums -= model(idx)[0, -1].log_softmax(-1)[int(ids[t])].item()
-    for data in (tmp_path / "val.bin", bins):                        # the file itself, and the one beside train.bin
+    for data in (tmp_path / "val.bin", bins, tmp_path / "other.bin"):      # train.bin stands for the val.bin beside it
+        if data.name == "other.bin":
+            (tmp_path / "val.bin").write_bytes(b"1234" * 20)
         capsys.readouterr()
         assert train.main([*arguments, f"--data={data}"]) == 0
         line = capsys.readouterr().out
