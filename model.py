@@ -27,18 +27,24 @@ Papers: GPT-2 (Radford et al. 2019); Attention Is All You Need (Vaswani et al. 2
 Fedus et al. 2021, 2101.03961).
 
     python train.py          trains one            python sample.py         writes with one
+    GPT.from_pretrained("gpt2/")                   OpenAI's weights, from a folder in Hugging Face's layout
 
-What it can't do: a vocabulary head that isn't tied to the embedding, rotary positions, grouped-query attention.
+What it can't do: rotary positions, grouped-query attention, any other family's weights.
 """
 
 import argparse
 import codecs
 import difflib
 import hashlib
+import importlib
+import json
 import math
+import os
 import pickle
 import re
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -486,6 +492,25 @@ class GPT(nn.Module):
         finally:
             self.train(training)
 
+    # ---- GPT-2's weights ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, folder, attention="auto"):
+        """The GPT-2 in `folder`, which is in Hugging Face's layout (config.json; model.safetensors, whole or sharded),
+        in evaluation, float32, on the CPU. Raises UserError as load_folder does."""
+        return load_model(folder, torch.device("cpu"), torch.float32, attention)[0]
+
+    def save_pretrained(self, folder, tokenizer=None):
+        """Writes a folder that Transformers' GPT2LMHeadModel loads, and from_pretrained: config.json,
+        model.safetensors in the parameters' dtype and, given a Tokenizer, its files. Biases that the model hasn't are
+        written as zeros, with which it's the same function. Raises UserError for experts, which GPT-2 hasn't, and for
+        a stage; WriteError."""
+        if self.config.n_expert or not (self.first and self.last):
+            raise UserError(f"only a whole model of dense layers can be saved as GPT-2, not n_expert="
+                            f"{self.config.n_expert}, layers {self.layers.start} to {self.layers.stop - 1} of "
+                            f"{self.config.n_layer}")
+        write_folder(self, Path(folder), tokenizer)
+
     # ---- what it costs --------------------------------------------------------------------------------------
 
     def num_params(self):
@@ -571,37 +596,322 @@ def check_sampling(temperature, top_k, top_p):
 
 
 # --------------------------------------------------------------------------------------------------------------
+# Files that survive: each is replaced whole or not at all
+
+class WriteError(Exception):
+    """A file could not be written."""
+
+
+@contextmanager
+def replacing(path):
+    """A binary file to write, which takes the place of `path` when it's complete and on the disk. If anything goes
+    wrong before, the old file stays; if the writing does, WriteError says why."""
+    part = path.with_name(path.name + ".part")
+    try:
+        file = open(part, "wb")
+    except OSError as error:
+        raise WriteError(f"{path} can't be written: {error.strerror}") from None
+    try:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:      # torch's writer turns the first into the second
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.filename not in (None, str(part)):      # another file's, being copied
+            raise
+        reason = getattr(cause, "strerror", None) or "is the disk full?"
+        raise WriteError(f"{path} can't be written: {reason}") from None
+    finally:
+        try:
+            file.close()
+        except OSError:      # the disk is still full
+            pass
+        part.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# GPT-2's weights in Hugging Face's layout. They are the same numbers under other names:
+#
+#     blocks.3.attn.qkv.weight (3C, C)    is    transformer.h.3.attn.c_attn.weight (C, 3C)
+#
+# The first GPT-2 had convolutions of width 1 where we have linear layers, and their matrices stand the other way round,
+# (in, out); the rows that pad our tables aren't there. A safetensors file is the length of its header (8 bytes, the
+# lowest first), the header (JSON: each tensor's dtype, shape and place) and the tensors, one after the other.
+
+RENAMED = [("blocks.", "h."), (".qkv.", ".c_attn."), (".proj.", ".c_proj."), (".fc.", ".c_fc."), ("head.", "lm_head.")]
+CONSTANT = re.compile(r"h\.\d+\.attn\.(masked_)?bias")      # the causal mask, in files of old versions
+KINDS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# What in a GPT-2's config.json changes the function computed: the values that give the one here, the default first
+SAME = {"activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "layer_norm_epsilon": (1e-5,),
+        "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
+
+
+def theirs(name):
+    """A parameter's name here -> its name there, and whether it's transposed there."""
+    for ours, other in RENAMED:
+        name = name.replace(ours, other)
+    return name, re.search(r"\.c_\w+\.weight$", name) is not None
+
+
+def optional(name, what):
+    """The module of a library that only some files need. Raises UserError, with what to type, where it's missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(f"{what} needs the library {name}, which isn't here: pip install {name}") from None
+
+
+def read_json(path):
+    """A JSON file's object, a dictionary. Raises UserError for a file that is missing or holds none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return found
+
+
+def read_config(path):
+    """config.json -> the GPTConfig and the id that ends a text, None if the vocabulary has none. dropout is that of
+    the residual branches. Raises UserError for another architecture, or a GPT-2 that computes something else."""
+    given = read_json(path)
+    kind = given.get("model_type")
+    if kind != "gpt2":
+        kind = kind or given.get("architectures") or "no architecture"
+        raise UserError(f"{path} describes {kind}, and of others' models only gpt2 can be read")
+    sizes = {ours: given.get(other, getattr(GPTConfig, ours)) for ours, other in (
+        ("vocab_size", "vocab_size"), ("block_size", "n_positions"), ("n_layer", "n_layer"), ("n_head", "n_head"),
+        ("n_embd", "n_embd"))}
+    for name, value in sizes.items():
+        if type(value) is not int:
+            raise UserError(f"{path} has {name}={value!r}, which must be a whole number")
+    C = sizes["n_embd"]
+    for name, values in {**SAME, "n_inner": (None, 4 * C)}.items():
+        if given.get(name, values[0]) not in values:
+            raise UserError(f"{path} has {name}={given[name]!r}, and the model here has only "
+                            f"{' or '.join(map(str, values))}")
+    dropout = given.get("resid_pdrop", 0.1)
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        raise UserError(f"{path} has resid_pdrop={dropout!r}, which must be a number")
+    end = given.get("eos_token_id", 50256)
+    config = GPTConfig(**sizes, dropout=dropout, tied=bool(given.get("tie_word_embeddings", True)))
+    return config, end if type(end) is int and 0 <= end < config.vocab_size else None
+
+
+class Weights:
+    """GPT-2's weights in a folder, under our names: get(name) -> tensor of our shape, on the CPU, in the file's dtype.
+    The files are mapped into memory and a parameter is read when it's asked for, so that a rank reads what it holds.
+    Raises UserError for files that are missing, cut short, or another model's, and for weights that are no numbers."""
+
+    def __init__(self, folder, config):
+        safetensors, found = optional("safetensors", f"reading {folder}"), {}
+        for file in weight_files(folder):
+            try:
+                tensors = safetensors.safe_open(file, framework="pt")
+            except OSError as error:
+                raise UserError(f"{file} can't be read: {error.strerror or 'no such file'}") from None
+            except safetensors.SafetensorError:
+                size = file.stat().st_size
+                raise UserError(f"{file} ({size} bytes) is not a safetensors file, or not a whole one") from None
+            found |= {key.removeprefix("transformer."): (tensors, key) for key in tensors.keys()}
+        self.found, self.rows = {}, {}
+        for name, p in GPT(config, seed=None, device="meta").named_parameters():
+            key, flipped = theirs(name)
+            self.rows[name] = len(p)
+            shape = [config.vocab_size if name in ("wte.weight", "head.weight") else len(p), *p.shape[1:]]
+            tensors, full = found.pop(key, (None, key))
+            if tensors is None:
+                raise UserError(f"{folder} holds no {key}, which the model of its config.json has")
+            there, kind = tensors.get_slice(full).get_shape(), tensors.get_slice(full).get_dtype()
+            if there != (shape[::-1] if flipped else shape) or kind not in KINDS.values():
+                raise UserError(f"{folder} holds {full} as {kind} {there}, and its config.json asks for floats of "
+                                f"{shape[::-1] if flipped else shape}")
+            if not tensors.get_tensor(full).isfinite().all():
+                raise UserError(f"{folder} holds weights that are not numbers: {full}")
+            self.found[name] = tensors, full, flipped
+        left = [key for key in found if not CONSTANT.fullmatch(key) and not (config.tied and key == "lm_head.weight")]
+        if left:
+            raise UserError(f"{folder} holds {left[0]}, which the model of its config.json hasn't")
+
+    def get(self, name):
+        tensors, key, flipped = self.found[name]
+        x = tensors.get_tensor(key)
+        x = x.t() if flipped else x                                          # (in, out) -> (out, in)
+        missing = self.rows[name] - len(x)
+        return F.pad(x, (0, 0, 0, missing)) if missing else x                # (V, C) -> (V padded, C)
+
+
+def weight_files(folder):
+    """The safetensors files in `folder`: the one, or those that the index of a sharded model names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise UserError(f"{folder} holds no weights: neither {single.name} nor {index.name}")
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(f"{index} doesn't say which file holds which tensor")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def load_folder(folder):
+    """A folder in Hugging Face's layout -> a dictionary as load_checkpoint's, but for what only training leaves; its
+    "model" is read when asked for. Raises UserError for a folder that can't be used; see read_config and Weights."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json, so it's no model's folder; a checkpoint of train.py is a file")
+    config, end = read_config(folder / "config.json")
+    return {"format": CHECKPOINT, "config": asdict(config), "model": Weights(folder, config), "step": 0, "run": 0,
+            "tokenizer": "gpt2", "tokenizer_file": find_tokenizer(folder), "end": end}
+
+
+@torch.no_grad()
+def write_folder(model, folder, tokenizer):
+    """What GPT.save_pretrained does. The tensors are turned round and written one at a time; config.json comes last."""
+    config, parts, header, at = model.config, [], {"__metadata__": {"format": "pt"}}, 0
+    for name, p in model.named_parameters():
+        key, flipped = theirs(name)
+        p = p[:config.vocab_size] if p is model.table or name == "wte.weight" else p
+        parts.append((key, p.t() if flipped else p))                         # (out, in) -> (in, out)
+        if not config.bias and name.startswith(("blocks.", "ln_f.")):
+            parts.append((key.removesuffix("weight") + "bias", p.new_zeros(len(p))))
+    for i, (key, x) in enumerate(parts):
+        parts[i] = key if key.startswith("lm_head.") else f"transformer.{key}", x
+        header[parts[i][0]] = {"dtype": KINDS[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)                                          # so that the tensors are aligned
+    end = tokenizer and tokenizer.ending(config.vocab_size)
+    about = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": config.vocab_size,
+             "n_positions": config.block_size, "n_layer": config.n_layer, "n_head": config.n_head,
+             "n_embd": config.n_embd, "n_inner": None, **{name: values[0] for name, values in SAME.items()},
+             **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout),
+             "bos_token_id": end, "eos_token_id": end, "tie_word_embeddings": config.tied,
+             "torch_dtype": str(model.table.dtype).split(".")[1]}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"{folder} can't be made a folder: {error.strerror}") from None
+    with replacing(folder / "model.safetensors") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, x in parts:
+            file.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if tokenizer:
+        tokenizer.copy_to(folder)
+    with replacing(folder / "config.json") as file:
+        file.write(json.dumps(about, indent=2).encode() + b"\n")
+
+
+# --------------------------------------------------------------------------------------------------------------
 # What both programs share: text in and out, checkpoints in, devices, options
 
 class Tokenizer:
-    """Text to ids and back. kind "bytes": UTF-8 bytes, 256 ids, any language, no vocabulary file. kind "ids": the
-    tokens came without their text (nanoGPT's train.bin), so a prompt is numbers and so is the output."""
+    """Text to ids and back. kind "bytes": UTF-8 bytes, 256 ids, any language, no vocabulary file. kind "gpt2": byte
+    pairs, by the library `tokenizers`, from `file`, a tokenizer.json or a vocab.json with merges.txt beside it. kind
+    "ids": the tokens came without their text (nanoGPT's train.bin), so a prompt is numbers and so is the output.
 
-    def __init__(self, kind):
-        if kind not in ("bytes", "ids"):
+    end: the id that ends a text, if it's known; note: what a user should know about it, a sentence or nothing."""
+
+    def __init__(self, kind, file=None, end=None, note=""):
+        if kind not in ("bytes", "ids", "gpt2"):
             raise UserError(f"this version knows no tokenizer {kind!r}")
-        self.kind = kind
+        self.kind, self.file, self.end, self.note = kind, file, end, note
+
+    @cached_property
+    def pairs(self):
+        """The library's tokenizer. Raises UserError where the library is missing, or the file is damaged."""
+        library = optional("tokenizers", self.file)
+        try:
+            if self.file.name == "tokenizer.json":
+                pairs = library.Tokenizer.from_file(str(self.file))
+            else:
+                files = map(str, self.files())
+                pairs = library.Tokenizer(library.models.BPE.from_file(*files))
+                pairs.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+                pairs.decoder = library.decoders.ByteLevel()
+                pairs.add_special_tokens([name for name in ["<|endoftext|>"] if pairs.token_to_id(name) is not None])
+        except Exception as error:      # the library's are no narrower
+            raise UserError(f"{self.file} is not a tokenizer: {error}") from None
+        pairs.no_truncation()
+        pairs.no_padding()
+        return pairs
+
+    def files(self):
+        """The files to take along."""
+        if self.kind != "gpt2":
+            return []
+        return [self.file] if self.file.name == "tokenizer.json" else [self.file, self.file.with_name("merges.txt")]
+
+    def copy_to(self, folder):
+        """Puts the files into `folder`. Raises UserError for one that can't be read; WriteError."""
+        for file in self.files():
+            try:
+                raw, new = file.read_bytes(), folder / file.name
+            except OSError as error:
+                raise UserError(f"{file} can't be read: {error.strerror}") from None
+            if not (new.is_file() and new.read_bytes() == raw):
+                with replacing(new) as out:
+                    out.write(raw)
 
     def encode(self, text):
-        """str -> list of ids. Bytes that were no UTF-8 on the command line come through as they were."""
+        """str -> list of ids. Bytes that were no UTF-8 on the command line come through as they were, but for byte
+        pairs, which are of characters: there each is U+FFFD."""
+        if self.kind == "ids":
+            try:
+                return [int(word) for word in text.split()]
+            except ValueError:
+                raise UserError(f"this model's tokens have no text, so a prompt is numbers, not {text[:40]!r}"
+                                + (f" ({self.note})" if self.note else "")) from None
+        raw = text.encode("utf-8", "surrogateescape")
         if self.kind == "bytes":
-            return list(text.encode("utf-8", "surrogateescape"))
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
-            raise UserError(f"this model's tokens have no text, so a prompt is numbers, not {text[:40]!r}") from None
+            return list(raw)
+        return self.pairs.encode(raw.decode("utf-8", "replace"), add_special_tokens=False).ids
+
+    def ending(self, vocab_size):
+        """The id that ends a text; None if the model has none."""
+        end = self.pairs.token_to_id("<|endoftext|>") if self.end is None and self.kind == "gpt2" else self.end
+        return end if end is not None and end < vocab_size else None
 
     def start(self, vocab_size):
-        """The id that stands before an empty text: a newline, or GPT-2's end-of-text, the last of its ids."""
-        return ord("\n") if self.kind == "bytes" else vocab_size - 1
+        """The id that stands before an empty text: a newline, or GPT-2's end-of-text, which is the last of its ids."""
+        end = ord("\n") if self.kind == "bytes" else self.ending(vocab_size)
+        return vocab_size - 1 if end is None else end
 
     def decoder(self):
         """A function ids -> text for a stream: a character whose bytes aren't all there yet waits for the rest;
         call it with final=True last. Bytes that form no UTF-8 become U+FFFD."""
         if self.kind == "ids":
             return lambda ids, final=False: "".join(f"{i} " for i in ids)
+        if self.kind == "gpt2":
+            return PairsDecoder(self.pairs)
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda ids, final=False: decode(bytes(ids), final)
+
+
+def find_tokenizer(folder):
+    """The file from which a Tokenizer of byte pairs in `folder` is made. It's not there if the folder has none."""
+    vocab = folder / "vocab.json"
+    old = vocab.is_file() and (folder / "merges.txt").is_file() and not (folder / "tokenizer.json").is_file()
+    return vocab if old else folder / "tokenizer.json"
+
+
+class PairsDecoder:
+    """Tokenizer.decoder for byte pairs. A token may be a part of a character, and what it looks like may depend on the
+    one before (a space at the beginning of a text): so what was shown last is decoded once more with what is new."""
+
+    def __init__(self, pairs):
+        self.pairs, self.shown, self.new = pairs, [], []
+
+    def __call__(self, ids, final=False):
+        self.new += ids
+        before, after = (self.pairs.decode(x, skip_special_tokens=False) for x in (self.shown, self.shown + self.new))
+        if not self.new or (after.endswith("\ufffd") and not final):
+            return ""
+        self.shown, self.new = self.new, []
+        return after[len(before):]
 
 
 CHECKPOINT = "nanoscale-1"    # the format's name; a change that old readers can't read gets a new one
@@ -609,9 +919,11 @@ CHECKPOINT = "nanoscale-1"    # the format's name; a change that old readers can
 
 def load_checkpoint(path):
     """The dictionary that train.py saved at `path`, on the CPU, memory-mapped (reading the weights doesn't read the
-    moments). Raises UserError for a file that is missing, cut short, of another kind, or whose weights are no
-    numbers."""
+    moments); of a folder, load_folder's. Raises UserError for a file that is missing, cut short, of another kind, or
+    whose weights are no numbers."""
     path = Path(path)
+    if path.is_dir():
+        return load_folder(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; `python train.py` makes one")
     try:
@@ -634,6 +946,8 @@ def load_checkpoint(path):
         raise UserError(f"{path} doesn't hold the weights and moments of the model that it describes")
     if not all(weight.isfinite().all() for weight in ckpt["model"].values()):
         raise UserError(f"{path} holds weights that are not numbers")
+    if ckpt.get("tokenizer_file"):
+        ckpt["tokenizer_file"] = path.parent / ckpt["tokenizer_file"]        # it lies beside the checkpoint
     return ckpt
 
 
@@ -645,12 +959,23 @@ def config_of(ckpt):
     return GPTConfig(**{f.name: given[f.name] for f in fields(GPTConfig)})
 
 
+def tokenizer_of(ckpt):
+    """The Tokenizer of a checkpoint's dictionary. One whose file is gone leaves the ids, and a note that says so."""
+    kind, file, end = ckpt["tokenizer"], ckpt.get("tokenizer_file"), ckpt.get("end")
+    if kind == "gpt2" and not file.is_file():
+        return Tokenizer("ids", None, end, f"there is no {file}, so that tokens are shown as numbers")
+    return Tokenizer(kind, file, end)
+
+
+@torch.no_grad()
 def load_model(path, device, dtype, attention="auto"):
-    """-> (GPT in evaluation, its Tokenizer). Raises UserError as load_checkpoint does."""
+    """-> (GPT in evaluation, its Tokenizer). path: a checkpoint of train.py's, or a folder with GPT-2's weights in
+    Hugging Face's layout. Raises UserError as load_checkpoint does."""
     ckpt = load_checkpoint(path)
-    model = GPT(config_of(ckpt), seed=None, attention=attention)
-    model.load_state_dict(ckpt["model"])
-    return model.to(device, dtype).eval(), Tokenizer(ckpt["tokenizer"])
+    model = GPT(config_of(ckpt), seed=None, attention=attention, device="meta").to(dtype).to_empty(device=device)
+    for name, p in model.named_parameters():
+        p.copy_(ckpt["model"].get(name))                                     # one at a time, never a second whole copy
+    return model.eval(), tokenizer_of(ckpt)
 
 
 def pick_device(name):

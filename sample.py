@@ -7,6 +7,7 @@ error.
     python sample.py --prompt="def main():" --max_new_tokens=200
     python sample.py --prompt=@story.txt --temperature=0 > ending.txt
     cat notes.txt | python sample.py --prompt=@- --num_samples=3
+    python sample.py --ckpt=gpt2/ --prompt="The answer is"
     python sample.py --prompts=beginnings.txt --max_batch=128 > endings.txt
 
 All texts are written at once by the engine of paged.py, which keeps the keys and values of what is written in blocks;
@@ -32,7 +33,9 @@ from paged import Engine
 
 def options():
     p = Options(prog="sample.py", description=__doc__.split("\n\n")[0])
-    p.add_argument("--ckpt", default="out/ckpt.pt", help="the model, as train.py saved it (default: out/ckpt.pt)")
+    p.add_argument("--ckpt", default="out/ckpt.pt", metavar="PATH", help="the model: as train.py saved it, or a folder "
+                   "with GPT-2's weights in Hugging Face's layout (config.json, model.safetensors, tokenizer.json) "
+                   "(default: out/ckpt.pt)")
     p.add_argument("--prompt", action="append", metavar="TEXT", help="the beginning of the text; @FILE takes it from a "
                    "file, @- from standard input; one longer than the model's block_size counts from its end alone; "
                    "may be given several times (default: none)")
@@ -80,6 +83,8 @@ def write_samples(model, tokenizer, args):
     """Writes the texts to standard output in the order of their prompts, an empty line between them: the first that
     isn't complete as it grows, those after it when their turn comes. Returns the number of new tokens."""
     prompts = [tokenizer.encode(text) for text in read_prompts(args)]
+    end = tokenizer.ending(model.config.vocab_size)
+    stop = [] if end is None else [end]
     bad = next((i for ids in prompts for i in ids if not 0 <= i < model.config.vocab_size), None)
     if bad is not None:
         raise UserError(f"the prompt has the id {bad}, but the model's ids end at {model.config.vocab_size - 1}")
@@ -92,7 +97,7 @@ def write_samples(model, tokenizer, args):
     engine = Engine(model, blocks, 16, batch)
     texts = [(ids, sample) for j, ids in enumerate(prompts) for sample in engine.add(
         ids or [tokenizer.start(model.config.vocab_size)], args.max_new_tokens, args.temperature, args.top_k,
-        args.top_p, derive(args.seed, j) if j else args.seed, n=args.num_samples).samples]
+        args.top_p, derive(args.seed, j) if j else args.seed, stop, args.num_samples).samples]
     bar = tqdm(total=len(texts), unit="text", disable=None if len(texts) > 1 else True)      # None: on a terminal alone
     tokens, at, shown, decode = engine.run(), 0, 0, None
     with bar:
@@ -102,7 +107,7 @@ def write_samples(model, tokenizer, args):
                 decode, shown = tokenizer.decoder(), 0
                 print(("\n" if at else "") + decode(ids), end="", flush=True)
             news = sample.text[sample.prompt + shown:]
-            print(decode(news), end="", flush=bool(news))
+            print(decode([i for i in news if i not in stop]), end="", flush=bool(news))
             shown += len(news)
             if sample.done:
                 print(decode([], final=True), flush=True)
@@ -124,6 +129,8 @@ def run(argv):
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     model, tokenizer = load_model(args.ckpt, device, dtype)
+    if tokenizer.note:
+        print(f"sample.py: {tokenizer.note}", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
     start = time.perf_counter()
     tokens = write_samples(model, tokenizer, args)

@@ -7,6 +7,7 @@ batch is split (parallel.py does the splitting); and files that survive a crash.
     python train.py                                     the default: reads the Python library's own sources
     python train.py --preset=baby --data=input.txt      a text of yours
     python train.py --resume                            goes on from out/ckpt.pt, bit for bit
+    python train.py --init_from=gpt2/ --data=input.txt  goes on from OpenAI's weights
     torchrun --nproc_per_node=4 train.py --tp=2         on four GPUs, or on four processes of a CPU
     python train.py --help                              the manual
 
@@ -26,6 +27,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -45,8 +47,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer, UserError, config_of, derive,
-                   flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype)
+from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer, UserError, WriteError, config_of,
+                   derive, find_tokenizer, flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype,
+                   replacing, tokenizer_of)
 from parallel import (SCHEDULES, Parallel, Unreachable, all_reduce, between, check_layout, joined, now, partition,
                       profile_layers, profile_slices, simulate, slice_tokens, world_size)
 
@@ -66,6 +69,9 @@ PRESETS = {
     "gpt2-medium": dict(GPT2, n_layer=24, n_head=16, n_embd=1024, micro_batch=16, lr=3e-4, min_lr=3e-5),
     "gpt2-large": dict(GPT2, n_layer=36, n_head=20, n_embd=1280, micro_batch=8, lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": dict(GPT2, n_layer=48, n_head=25, n_embd=1600, micro_batch=8, lr=2e-4, min_lr=2e-5),
+    # the shape is that of the weights it starts from; a rate at which they learn the new text and keep the old
+    "finetune": dict(dropout=0.0, batch_size=32, micro_batch=4, max_steps=200, lr=3e-5, min_lr=3e-6, warmup_steps=10,
+                     weight_decay=0.1, beta2=0.99, eval_every=50, eval_batches=4, save_every=100),
 }
 # Draft models for speculative decoding, in about a tenth of their target's time. share: of the target's steps.
 DRAFTS = {
@@ -84,17 +90,23 @@ def options():
     yes_no = argparse.BooleanOptionalAction
 
     g = p.add_argument_group("what to train on, and where to put it")
-    g.add_argument("--preset", choices=PRESETS, help="a set of defaults, listed below (default: baby on a GPU, cpu "
-                   "elsewhere)")
+    g.add_argument("--preset", choices=PRESETS, help="a set of defaults, listed below (default: finetune from a GPT-2 "
+                   "folder, else baby on a GPU, cpu elsewhere)")
     g.add_argument("--data", metavar="PATH", help="a text file; a folder of text files; or token ids as nanoGPT writes "
                    "them, train.bin (uint16) with val.bin beside it (default: the Python library's own sources, "
-                   "11 MB). Text is read as bytes, in any language. Its last tenth is kept for validation")
+                   "11 MB). Text is read as bytes, in any language; from a GPT-2 folder, by its tokenizer, once, into "
+                   "tokens.bin in --out. The last tenth is kept for validation. A tokenizer.json beside a .bin is its")
     g.add_argument("--vocab_size", type=int, help="number of ids (default: 256 for text, 50257 for a .bin)")
-    g.add_argument("--out", metavar="DIR", default="out", help="folder for ckpt.pt, draft.pt, log.jsonl (default: out)")
+    g.add_argument("--out", metavar="DIR", default="out", help="folder for ckpt.pt, draft.pt, log.jsonl, and the "
+                   "tokenizer's files (default: out)")
     g.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, with the options it was "
                    "started with unless given anew; the architecture can't change")
     g.add_argument("--init_from", metavar="PATH", help="start from the weights and the architecture of this "
-                   "checkpoint, at step 0")
+                   "checkpoint, at step 0; or of a folder with GPT-2's in Hugging Face's layout: config.json, "
+                   "model.safetensors, whole or sharded, and tokenizer.json, or vocab.json and merges.txt")
+    g.add_argument("--eval_only", action="store_true", help="train nothing: print loss and perplexity of the weights "
+                   "of --init_from or --resume on the whole of --data, or on the val.bin beside a train.bin; with "
+                   "--eval_batches on as many batches of it")
     g.add_argument("--draft", action=yes_no, help="afterwards train a small draft model for speculative decoding, in "
                    "about a tenth of the time (default: on for the presets cpu and baby)")
 
@@ -201,9 +213,14 @@ def parse(argv=None):
     if typed.resume and typed.init_from:
         raise UserError("--resume goes on from out/ckpt.pt and --init_from starts anew; give one of them")
     path = Path(typed.out) / "ckpt.pt" if typed.resume else typed.init_from
+    if typed.eval_only and not path:
+        raise UserError("--eval_only looks at weights that are there: give --init_from or --resume")
     start = load_checkpoint(path) if path else None
     before = start["options"] if typed.resume else {}
-    preset = typed.preset or before.get("preset") or ("baby" if pick_device(typed.device).type == "cuda" else "cpu")
+    usual = "baby" if pick_device(typed.device).type == "cuda" else "cpu"
+    preset = typed.preset or before.get("preset") or ("finetune" if path and Path(path).is_dir() else usual)
+    if preset == "finetune" and not start:
+        raise UserError("preset=finetune has no shape of its own: give --init_from")
     defaults = dict(PRESETS[preset], draft=preset in DRAFTS, micro_batch=None)
     defaults.update({name: value for name, value in before.items() if name not in ("out", "resume", *LAYOUT)})
     fixed = asdict(config_of(start)) if start else {}
@@ -219,6 +236,8 @@ def parse(argv=None):
     args = parser.parse(argv)
     args.data = args.data and os.path.abspath(args.data)      # so that --resume works from another folder
     args.options = dict(vars(args))                           # what a checkpoint keeps: as asked for, not as resolved
+    if args.eval_only:
+        args.draft, args.eval_batches = False, typed.eval_batches
     check(args)
     part = args.batch_size // data_ranks(args)
     if args.micro_batch is None or (typed.micro_batch is None and part % args.micro_batch):
@@ -308,25 +327,37 @@ def data_ranks(args):
 # Data: two arrays of token ids on disk, mapped into memory, never read whole
 
 class Data:
-    """`train` and `val` (1-D arrays of uint8 or uint16; val may be empty), vocab_size and the tokenizer."""
+    """`train` and `val` (1-D arrays of ids, uint8, uint16 or uint32; val may be empty), vocab_size and the tokenizer.
+    start: the checkpoint's dictionary to train on, whose tokenizer reads a text; whole: all of it, or val.bin, is val,
+    and train is empty."""
 
-    def __init__(self, args, main_process=True):
+    def __init__(self, args, main_process=True, start=None, whole=False):
         self.block_size, self.seed = args.block_size, args.seed
+        known, out = start and tokenizer_of(start), Path(args.out)
         path = Path(args.data) if args.data else None
         if path and (path / "train.bin").is_file():
             path = path / "train.bin"
         try:
             if path and path.suffix == ".bin":
-                self.tokenizer, self.vocab_size = Tokenizer("ids"), args.vocab_size or 50257
-                self.train, self.val = read_ids(path, self.block_size)
+                self.vocab_size = args.vocab_size or 50257
+                self.tokenizer = known if known and known.kind != "bytes" else tokenizer_beside(path, self.vocab_size)
+                self.train, self.val = read_ids(path, self.block_size, whole)
             else:
-                self.tokenizer, self.vocab_size = Tokenizer("bytes"), args.vocab_size or 256
-                if self.vocab_size > 256:
+                self.tokenizer, self.vocab_size = known or Tokenizer("bytes"), args.vocab_size or 256
+                if self.tokenizer.kind == "ids":
+                    raise UserError(f"data={path or 'the library'} is text, but the checkpoint's tokens are numbers"
+                                    + (f": {known.note}" if known.note else ""))
+                if self.tokenizer.kind == "bytes" and self.vocab_size > 256:
                     raise UserError(f"vocab_size={self.vocab_size}, but text is read as bytes, which are 256")
                 if not path or path.is_dir():
-                    text = Path(args.out) / "text.txt"
-                    path = join_texts(path, text) if main_process else text
-                self.train, self.val = split(read_array(path, np.uint8), path, self.block_size)
+                    path = join_texts(path, out / "text.txt") if main_process else out / "text.txt"
+                dtype = np.uint8
+                if self.tokenizer.kind == "gpt2":
+                    text, path = path, out / "tokens.bin"
+                    dtype = np.uint16 if self.vocab_size <= 2 ** 16 else np.uint32
+                    if main_process:
+                        write_tokens(text, path, self.tokenizer, self.vocab_size, dtype)
+                self.train, self.val = split(read_array(path, dtype), path, self.block_size, whole)
         except OSError as error:
             raise UserError(f"data={error.filename} can't be read: {error.strerror}") from None
         if self.vocab_size <= np.iinfo(self.train.dtype).max:      # else no id can be too large
@@ -358,6 +389,19 @@ class Data:
         for i in range(0, count, batch_size):
             yield self.windows(self.val, starts[i:i + batch_size])
 
+    def every(self, batch_size):
+        """All of val, each token but the first a target once: windows side by side; the last one begins earlier, so as
+        to be full, and only what is new to it counts. The last batch may be smaller."""
+        T, n = self.block_size, len(self.val)
+        starts = [*range(0, n - T, T)]
+        old = -(n - 1) % T                                                   # targets of the last that had their turn
+        starts += [n - T - 1] if old else []
+        for i in range(0, len(starts), batch_size):
+            idx, targets = self.windows(self.val, starts[i:i + batch_size])
+            if i + batch_size >= len(starts):
+                targets[-1, :old] = -1
+            yield idx, targets
+
 
 def read_array(path, dtype):
     """A file as a 1-D array, mapped. Raises UserError if it's empty or not whole."""
@@ -371,17 +415,23 @@ def read_array(path, dtype):
     return np.memmap(path, dtype, "r")
 
 
-def read_ids(path, block_size):
-    """nanoGPT's format: `path`, and val.bin beside it if there, else the last tenth. -> train, val"""
-    ids, beside = read_array(path, np.uint16), path.with_name("val.bin")
-    if path.name == "val.bin" or not beside.is_file():
-        return split(ids, path, block_size)
+def read_ids(path, block_size, whole):
+    """nanoGPT's format: `path`, and val.bin beside it if there, else the last tenth. -> train, val; whole: -> nothing,
+    and all of `path`, but of train.bin the val.bin beside it."""
+    beside = path.with_name("val.bin")
+    if whole and path.name == "train.bin" and beside.is_file():
+        path = beside
+    if whole or path.name == "val.bin" or not beside.is_file():
+        return split(read_array(path, np.uint16), path, block_size, whole)
     val = read_array(beside, np.uint16)
-    return need(ids, path, block_size), val if len(val) > block_size else val[:0]
+    return need(read_array(path, np.uint16), path, block_size), val if len(val) > block_size else val[:0]
 
 
-def split(ids, path, block_size):
-    """-> the first nine tenths and the last tenth; a tenth that can't hold one window is trained on instead."""
+def split(ids, path, block_size, whole):
+    """-> the first nine tenths and the last tenth; a tenth that can't hold one window is trained on instead. whole:
+    -> nothing and all."""
+    if whole:
+        return ids[:0], need(ids, path, block_size)
     n = len(ids) - len(ids) // 10
     if len(ids) - n <= block_size:
         n = len(ids)
@@ -423,6 +473,49 @@ def join_texts(folder, path):
     return path
 
 
+def tokenizer_beside(path, vocab_size):
+    """The Tokenizer of a .bin: the files of one in the same folder, else none. GPT-2's end-of-text is known anyway."""
+    file, end = find_tokenizer(path.parent), 50256 if vocab_size == 50257 else None
+    return Tokenizer("gpt2", file, end) if file.is_file() else Tokenizer("ids", end=end)
+
+
+def write_tokens(text, path, tokenizer, vocab_size, dtype):
+    """Writes the ids of the file `text` to `path`, unless they are there already: the digests of the text and of the
+    tokenizer's files stand in a file beside it. Raises UserError for ids that the model hasn't."""
+    read_array(text, np.uint8)      # it's a file, and not empty
+    about, digests = path.with_suffix(".json"), []
+    for file in (text, *tokenizer.files()):
+        with open(file, "rb") as raw:
+            digests.append(hashlib.file_digest(raw, "sha256").hexdigest())
+    if path.is_file() and about.is_file() and about.read_text() == json.dumps(digests):
+        return
+    about.unlink(missing_ok=True)      # before the ids change, and written after
+    with replacing(path) as out, tqdm(total=text.stat().st_size, desc="reading text", unit="B", unit_scale=True,
+                                      leave=False, disable=text.stat().st_size < 2 ** 24) as bar:
+        for piece in pieces(text):
+            ids = tokenizer.encode(piece)
+            if max(ids, default=0) >= vocab_size:
+                raise UserError(f"data={text} has the id {max(ids)} by {tokenizer.file}, but vocab_size={vocab_size}")
+            out.write(np.array(ids, dtype).tobytes())
+            bar.update(len(piece.encode()))
+    with replacing(about) as file:
+        file.write(json.dumps(digests).encode())
+
+
+def pieces(path, size=2 ** 20):
+    """The text of a file in parts of about `size` characters, whose tokens one after the other are those of the whole:
+    each but the first begins with white space, and none of GPT-2's words has any behind its first character."""
+    rest, cut = "", re.compile(r".*\S(?=[ \n])", re.DOTALL)
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        while part := file.read(size):
+            rest += part
+            if found := cut.match(rest):
+                yield found.group()
+                rest = rest[found.end():]
+    if rest:
+        yield rest
+
+
 def learning_rate(step, args):
     """Of step 0, 1, ...: linear up to lr over warmup_steps, then a cosine down to min_lr at decay_steps."""
     if step < args.warmup_steps:
@@ -433,39 +526,7 @@ def learning_rate(step, args):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Files that survive: each is replaced whole or not at all
-
-class WriteError(Exception):
-    """A file could not be written."""
-
-
-@contextmanager
-def replacing(path):
-    """A binary file to write, which takes the place of `path` when it's complete and on the disk. If anything goes
-    wrong before, the old file stays; if the writing does, WriteError says why."""
-    part = path.with_name(path.name + ".part")
-    try:
-        file = open(part, "wb")
-    except OSError as error:
-        raise WriteError(f"{path} can't be written: {error.strerror}") from None
-    try:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:      # torch's writer turns the first into the second
-        cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.filename not in (None, str(part)):      # another file's, being copied
-            raise
-        reason = getattr(cause, "strerror", None) or "is the disk full?"
-        raise WriteError(f"{path} can't be written: {reason}") from None
-    finally:
-        try:
-            file.close()
-        except OSError:      # the disk is still full
-            pass
-        part.unlink(missing_ok=True)
-
+# Checkpoints and the log: each file is replaced whole or not at all
 
 def save(path, args, config, data, engine, step, run_id):
     """Writes a checkpoint, by the main process; all call it. run_id: a number that all files of one run share. Raises
@@ -473,8 +534,9 @@ def save(path, args, config, data, engine, step, run_id):
     state, error = engine.state(), None
     if engine.main:
         ckpt = {"format": CHECKPOINT, "config": asdict(config), "options": args.options,
-                "tokenizer": data.tokenizer.kind, "tokens": len(data.train) + len(data.val), "step": step,
-                "run": run_id, **state}
+                "tokenizer": data.tokenizer.kind, "tokenizer_file": data.tokenizer.file and data.tokenizer.file.name,
+                "end": data.tokenizer.end, "tokens": len(data.train) + len(data.val), "step": step, "run": run_id,
+                **state}
         try:
             with replacing(path) as file:
                 torch.save(ckpt, file)
@@ -656,8 +718,8 @@ def my_part(tensors, engine):
 
 
 @torch.no_grad()
-def evaluate(engine, data, args, stop):
-    """Mean loss over the validation batches; None if there are none, or if the run is being stopped.
+def evaluate(engine, data, args, stop, batches=None):
+    """Mean loss over the validation batches, or those given; None if there are none, or if the run is being stopped.
 
     Every rank runs as many micro-batches of one shape as every other: what is missing is filled up with sequences
     that have no targets."""
@@ -665,7 +727,9 @@ def evaluate(engine, data, args, stop):
     engine.train(False)
     sums = torch.zeros(2, dtype=torch.float64, device=args.device if args.device.type != "mps" else "cpu")
     ranks, rank, rows = engine.mesh.data.size, engine.mesh.data.rank, args.micro_batch
-    for idx, targets in data.validation(args.eval_batches, args.batch_size):
+    if batches is None:
+        batches = data.validation(args.eval_batches, args.batch_size)
+    for idx, targets in batches:
         missing = -len(idx) % (ranks * rows)
         idx = torch.cat([idx, idx.new_zeros(missing, idx.size(1))])
         targets = torch.cat([targets, targets.new_full((missing, idx.size(1)), -1)])
@@ -857,14 +921,20 @@ def summary(name, progress, args):
 def sample_text(path, args, stop, n=200):
     """A text, n tokens long, that the model saved at `path` writes from nothing."""
     model, tokenizer = load_model(path, args.device, args.dtype, args.attention)
-    start = torch.tensor([[tokenizer.start(model.config.vocab_size)]], device=args.device)
+    try:
+        decode = tokenizer.decoder()
+    except UserError:      # its library isn't here, and a .bin can be trained on without
+        tokenizer = Tokenizer("ids", end=tokenizer.end)
+        decode = tokenizer.decoder()
+    V = model.config.vocab_size
+    start = torch.tensor([[tokenizer.start(V)]], device=args.device)                            # (1, 1)
     generator = torch.Generator(args.device).manual_seed(derive(args.seed, "sample"))
     ids = []
     for token in model.stream(start, n, 0.8, generator=generator):
-        ids.append(token.item())
-        if stop.number:
+        if stop.number or token.item() == tokenizer.ending(V):
             break
-    return tokenizer.decoder()(ids, final=True)
+        ids.append(token.item())
+    return decode(ids, final=True)
 
 
 def check_memory(args, config):
@@ -872,7 +942,7 @@ def check_memory(args, config):
     C, share = config.n_embd, args.tp * (data_ranks(args) if args.zero else 1)
     mlps = 8 * max(1, config.n_expert / args.ep)
     parameters = int(C * (config.padded_vocab + config.block_size + (4 + mlps) * config.n_layer * C) / share)
-    need = 16 * parameters + 16 * args.batch_size * args.block_size
+    need = (4 if args.eval_only else 16) * parameters + 16 * args.batch_size * args.block_size
     if args.device.type == "cuda":
         there = torch.cuda.get_device_properties(args.device).total_memory
     elif hasattr(os, "sysconf"):
@@ -924,7 +994,7 @@ def load_draft(args, config, start):
 
 def prepare(args, data, start):
     """The models to train, [(name, options, checkpoint)]. Raises UserError for whatever can be found wrong before."""
-    if start and start["tokenizer"] != data.tokenizer.kind:
+    if start and (start["tokenizer"] == "bytes") != (data.tokenizer.kind == "bytes"):
         raise UserError(f"data={args.data} holds {data.tokenizer.kind}, but the checkpoint's tokens are "
                         f"{start['tokenizer']}")
     if args.trace is not None and (not Path(args.trace).parent.is_dir() or Path(args.trace).is_dir() or not args.trace):
@@ -941,8 +1011,46 @@ def prepare(args, data, start):
     return jobs
 
 
+def train(jobs, meshes, data, run_id, stop, processes):
+    """Trains the target, then its draft. -> what to print; None if a signal came before that was done."""
+    lines, text, args = [], "", jobs[0][1]
+    for (name, options, start), mesh in zip(jobs, meshes):
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        progress = fit(name, options, data, mesh, start, run_id, stop, processes)
+        lines.append(summary(name, progress, options))
+        del progress      # and the memory of what was trained
+        if mesh.any(stop.number is not None):
+            return None
+    path = Path(args.out) / "ckpt.pt"
+    if processes.rank == 0:
+        text = sample_text(path, args, stop)
+    return "\n".join(lines) + f"\na sample:\n{text}\nmore: python sample.py --ckpt={path}"
+
+
+def score(jobs, meshes, data, run_id, stop, processes):
+    """--eval_only. As `train`, with nothing trained and nothing saved."""
+    (_, args, start), mesh = jobs[0], meshes[0]
+    engine = build(args, config_from(args, data), mesh, start)
+    batches, windows = data.every(args.batch_size), -(-(len(data.val) - 1) // data.block_size)
+    if args.eval_batches:
+        batches = data.validation(args.eval_batches, args.batch_size)
+        windows = min(windows, args.eval_batches * args.batch_size)
+    batches = tqdm(batches, "evaluating", -(-windows // args.batch_size), False, unit="batch",
+                   disable=None if engine.main else True)
+    loss = evaluate(engine, data, args, stop, batches)
+    if mesh.any(loss is None):
+        return None
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss is {loss}")
+    path = args.init_from if not args.resume else Path(args.out) / "ckpt.pt"
+    part = "a part of " if args.eval_batches else ""
+    return (f"{path}: {engine.num_params:,} parameters, {part}{len(data.val):,} tokens; loss {loss:.4f}, perplexity "
+            f"{math.exp(min(loss, 700)):.2f}")
+
+
 def run(argv):
-    """Trains the target, then its draft. Returns the exit code."""
+    """Everything that the options ask for. Returns the exit code."""
     with joined() as processes, ExitStack() as held:
         main = processes.rank == 0
         with processes.agreed(UserError):
@@ -950,9 +1058,11 @@ def run(argv):
         with processes.agreed(UserError, WriteError):      # the main process first: it may write the text that all read
             if main:
                 held.enter_context(own_folder(args.out))
-            data = Data(args) if main else None
+            data = Data(args, True, start, args.eval_only) if main else None
+            if main and not args.eval_only:
+                data.tokenizer.copy_to(Path(args.out))
         with processes.agreed(UserError):
-            data = data or Data(args, main_process=False)
+            data = data or Data(args, False, start, args.eval_only)
             jobs = prepare(args, data, start)
         processes.same(f"{len(data.train)} and {len(data.val)} tokens", "other data")
         steps = [ckpt and (ckpt["run"], ckpt["step"]) for _, _, ckpt in jobs]
@@ -963,27 +1073,19 @@ def run(argv):
         if main:
             announce(args, data, mesh, start)
         run_id = start["run"] if args.resume else mesh.common(time.time_ns())
-        stop, lines, text, stopped = Interrupt(mesh.world.size > 1), [], "", False
+        stop = Interrupt(mesh.world.size > 1)
         try:
-            for (name, options, job_start), mesh in zip(jobs, meshes):
-                if not stopped:
-                    if args.device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    progress = fit(name, options, data, mesh, job_start, run_id, stop, processes)
-                    lines.append(summary(name, progress, options))
-                    del progress      # and the memory of what was trained
-                    stopped = mesh.any(stop.number is not None)
-            if main and not stopped:
-                text = sample_text(Path(args.out) / "ckpt.pt", args, stop)
+            text = (score if args.eval_only else train)(jobs, meshes, data, run_id, stop, processes)
         finally:
             stop.restore()
-        number = mesh.common(stop.number or signal.SIGTERM) if stopped else stop.number
+        number = mesh.common(stop.number or signal.SIGTERM) if text is None else stop.number
     if number:
         if main:
-            print(f"train.py: stopped and saved; go on with --resume --out={args.out}", file=sys.stderr)
+            saved = "" if args.eval_only else f" and saved; go on with --resume --out={args.out}"
+            print(f"train.py: stopped{saved}", file=sys.stderr)
         return 128 + number
     if main:
-        print("\n".join(lines) + f"\na sample:\n{text}\nmore: python sample.py --ckpt={Path(args.out) / 'ckpt.pt'}")
+        print(text)
     return 0
 
 

@@ -1,15 +1,18 @@
 """model.py against definitions written out a second time, in float64, on odd sizes."""
 
+import json
 import math
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE
+from conftest import DEVICE, gpt2_tensors, write_gpt2, write_safetensors, write_tokenizer
 
+import model as model_py
 from flash import LinearCrossEntropy, attention_naive
-from model import (ATTENTION, GPT, Experts, GPTConfig, MoE, UserError, config_of, derive, distribution, flops_per_token,
-                   is_matrix)
+from model import (ATTENTION, GPT, Experts, GPTConfig, MoE, Tokenizer, UserError, WriteError, config_of, derive,
+                   distribution, flops_per_token, is_matrix, load_model)
 
 SMALL = dict(vocab_size=65, block_size=12, n_layer=3, n_head=3, n_embd=24)
 SPARSE = dict(n_expert=5, top_k=2, capacity_factor=0.8)
@@ -544,3 +547,186 @@ def test_configurations_saved_before_there_were_experts():
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="T=13.*block_size=12"):
         make()(torch.zeros(1, 13, dtype=torch.int64, device=DEVICE))
+
+
+# ---- GPT-2's weights --------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def safetensors():
+    return pytest.importorskip("safetensors", reason="reading weights needs the library safetensors")
+
+
+# Of write_gpt2's weights, by Transformers 5.24's GPT2LMHeadModel in float64: the logits of three of six tokens
+KNOWN_IDS = [3, 0, 12, 7, 7, 1]
+KNOWN = {0: [-0.626433, 0.488975, 0.484141, -0.629861, -0.300852, 0.717408, 0.092086, -0.744205, 0.124478, 0.707982,
+             -0.330501, -0.611806, 0.508537],
+         2: [-0.532458, 0.545817, 0.373625, -0.654542, -0.183153, 0.707839, -0.022828, -0.701196, 0.226876, 0.635175,
+             -0.411712, -0.515367, 0.561684],
+         5: [-0.533254, 0.485030, 0.392110, -0.599134, -0.217762, 0.662503, 0.024973, -0.669770, 0.169930, 0.620320,
+             -0.350443, -0.518341, 0.501281]}
+
+
+def old_release(tensors):
+    """As the first files had it: with the mask, and without a prefix."""
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 6, 6).tril() for i in range(2)}
+    return {**tensors, **masks, "h.0.attn.masked_bias": torch.tensor(-1e4), "lm_head.weight": tensors["wte.weight"]}
+
+
+@pytest.mark.parametrize("names", [lambda x: x, old_release, lambda x: {f"transformer.{n}": w for n, w in x.items()}])
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 2e-6), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
+def test_a_gpt2_has_known_logits(safetensors, tmp_path, names, dtype, bound):
+    write_gpt2(tmp_path, names(gpt2_tensors(13, 6, 8, 2)), dtype)
+    model = GPT.from_pretrained(tmp_path)
+    assert not model.training and model.wte.weight.shape == (64, 8) and model.wte.weight.dtype == torch.float32
+    with torch.no_grad():
+        logits = model(torch.tensor([KNOWN_IDS]))[0]
+    for t, want in KNOWN.items():
+        assert logits.shape == (6, 13) and (logits[t] - torch.tensor(want)).abs().max() < bound
+    assert not model.wte.weight[13:].any()                           # the rows that pad the table
+
+
+def test_shards_are_one_model(safetensors, tmp_path):
+    whole = {f"transformer.{name}": x.float() for name, x in gpt2_tensors(13, 6, 8, 2).items()}
+    write_gpt2(tmp_path)
+    want = GPT.from_pretrained(tmp_path)(torch.tensor([KNOWN_IDS]))
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: f"model-{i % 3:05}.safetensors" for i, name in enumerate(whole)}
+    for file in set(files.values()):
+        write_safetensors(tmp_path / file, {name: x for name, x in whole.items() if files[name] == file})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(metadata={}, weight_map=files)))
+    assert torch.equal(GPT.from_pretrained(tmp_path)(torch.tensor([KNOWN_IDS])), want)
+    (tmp_path / "model-00001.safetensors").unlink()
+    with pytest.raises(UserError, match="model-00001.safetensors"):
+        GPT.from_pretrained(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(UserError, match="index.json is not a JSON object"):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tied=False), dict(bias=False), dict(tied=False, bias=False, dropout=0.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_saved_is_what_is_loaded(safetensors, tmp_path, changes, dtype):
+    model = make(**changes).to("cpu", dtype).eval()
+    model.save_pretrained(tmp_path / "deep" / "er", Tokenizer("bytes"))
+    assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["config.json", "model.safetensors"]
+    same, tokenizer = load_model(tmp_path / "deep" / "er", torch.device("cpu"), dtype)
+    assert same.config == GPTConfig(**{**SMALL, **changes, "bias": True})
+    idx = batch()[0].cpu()
+    assert (same(idx) - model(idx)).abs().max() <= (0 if dtype == torch.bfloat16 else 1e-5)
+    for name, p in model.named_parameters():
+        assert torch.equal(dict(same.named_parameters())[name], p), name
+    assert tokenizer.kind == "ids" and "tokenizer.json" in tokenizer.note
+
+
+def test_the_tokenizer_goes_along(safetensors, tmp_path):
+    for old in (False, True):
+        write_tokenizer(tmp_path / f"{old}", old)
+        file = tmp_path / f"{old}" / ("vocab.json" if old else "tokenizer.json")
+        GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(tmp_path / "x", Tokenizer("gpt2", file, 261))
+        assert json.loads((tmp_path / "x" / "config.json").read_text())["eos_token_id"] == 261
+        assert (tmp_path / "x" / file.name).read_bytes() == file.read_bytes()
+        tokenizer = load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1]
+        assert tokenizer.kind == "gpt2" and tokenizer.end == 261 and tokenizer.start(262) == 261
+
+
+def test_what_gpt2_hasnt_is_not_saved(tmp_path):
+    for model in (make(**SPARSE), GPT(GPTConfig(**SMALL), range(0, 2))):
+        with pytest.raises(UserError, match="n_expert=5" if model.config.n_expert else "layers 0 to 1 of 3"):
+            model.save_pretrained(tmp_path / "x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(WriteError, match="file"):
+        make().save_pretrained(tmp_path / "file" / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("changes", [
+    dict(vocab_size=301, n_positions=19, n_layer=3, n_head=3, n_embd=24), dict(n_head=1, n_embd=5, n_inner=20),
+    dict(vocab_size=50257, n_positions=33, n_head=4, n_embd=32), dict(tie_word_embeddings=False),
+    dict(reorder_and_upcast_attn=True, n_positions=40), dict(activation_function="gelu_pytorch_tanh")])
+def test_logits_are_those_of_transformers(safetensors, tmp_path, changes):
+    transformers = pytest.importorskip("transformers", reason="the comparison needs the library transformers")
+    config = dict(vocab_size=97, n_positions=11, n_layer=2, n_head=2, n_embd=12, bos_token_id=None, eos_token_id=None)
+    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**config, **changes})).eval()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+        other.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+        model = GPT.from_pretrained(tmp_path / "a")
+        idx = torch.randint(0, model.config.vocab_size, (3, model.config.block_size))
+        want = other(idx).logits
+        assert (model(idx) - want).abs().max() < 1e-4 < want.abs().max()
+        model.save_pretrained(tmp_path / "b")
+        back, said = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "b", output_loading_info=True)
+        assert not any(said.values()) and back.dtype == torch.float32
+        assert (back.eval()(idx).logits - want).abs().max() < 1e-4
+
+
+def test_a_model_without_biases_is_one_with_zeros_to_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the comparison needs the library transformers")
+    model = make(bias=False).to("cpu", torch.float32)
+    model.save_pretrained(tmp_path)
+    back, said = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    idx = batch(T=12)[0].cpu()
+    assert not any(said.values()) and (back.eval()(idx).logits - model(idx)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("changes,words", [
+    (dict(model_type="llama"), "describes llama"), (dict(model_type=None, architectures=["Other"]), "Other"),
+    (dict(activation_function="gelu"), "activation_function='gelu'"), (dict(n_inner=31), "n_inner=31"),
+    (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06"), (dict(scale_attn_weights=False), "scale_attn_weights"),
+    (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"), (dict(n_head=3), "n_head=3"),
+    (dict(n_layer="2"), "n_layer='2'"), (dict(n_embd=0, n_head=1), "n_embd=0"),
+    (dict(resid_pdrop="x"), "resid_pdrop='x'"),
+    (dict(tie_word_embeddings=False), "holds no lm_head.weight"), (dict(n_layer=3), "holds no h.2.ln_1.weight"),
+    (dict(n_layer=1), r"holds h.1.\S+, which"), (dict(vocab_size=14), r"wte.weight as F32 \[13, 8\].*\[14, 8\]")])
+def test_folders_of_other_models(safetensors, tmp_path, changes, words):
+    write_gpt2(tmp_path, gpt2_tensors(13, 6, 8, 2), **changes)
+    with pytest.raises(UserError, match=words) as error:
+        GPT.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_folders(safetensors, tmp_path):
+    def refused(words):
+        with pytest.raises(UserError, match=words) as error:
+            GPT.from_pretrained(tmp_path)
+        assert "\n" not in str(error.value)
+    refused("holds no config.json")
+    write_gpt2(tmp_path)
+    path, whole = tmp_path / "model.safetensors", (tmp_path / "model.safetensors").read_bytes()
+    for size in (0, 7, 8, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        refused(rf"model.safetensors \({size} bytes\)")
+    path.unlink()
+    refused("holds no weights: neither model.safetensors nor model.safetensors.index.json")
+    for change, words in ((lambda x: x["ln_f.bias"].fill_(math.nan), "not numbers: ln_f.bias"),
+                          (lambda x: x.update({"h.0.attn.c_attn.weight": x["h.0.attn.c_attn.weight"].t()}),
+                           r"\[24, 8\].*\[8, 24\]"), (lambda x: x.pop("wpe.weight"), "holds no wpe.weight"),
+                          (lambda x: x.update(score=torch.ones(2)), "holds score"),
+                          (lambda x: x.update({"ln_f.bias": torch.ones(8, dtype=torch.uint8)}), r"U8 \[8\].*floats")):
+        tensors = {name: x.float() for name, x in gpt2_tensors(13, 6, 8, 2).items()}
+        change(tensors)
+        write_safetensors(path, tensors)
+        refused(words)
+    for text in ("{", "[]", "\0"):
+        (tmp_path / "config.json").write_text(text)
+        refused("config.json is not a JSON object")
+
+
+def test_missing_libraries_are_named(tmp_path, monkeypatch):
+    write_gpt2(tmp_path)
+    write_tokenizer(tmp_path)
+    for name, use in (("safetensors", lambda: GPT.from_pretrained(tmp_path)),
+                      ("tokenizers", lambda: Tokenizer("gpt2", tmp_path / "tokenizer.json").encode("x"))):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(UserError, match=f"pip install {name}$"):
+            use()
+
+
+def test_a_parameter_is_read_when_it_is_asked_for(safetensors, tmp_path):
+    """A rank of many reads what it holds: views of the mapped file, not a copy of the model."""
+    write_gpt2(tmp_path)
+    ckpt = model_py.load_checkpoint(tmp_path)
+    a, b = ckpt["model"].get("blocks.1.mlp.fc.weight"), ckpt["model"].get("blocks.1.mlp.fc.weight")
+    assert a.shape == (32, 8) and a.data_ptr() == b.data_ptr() and not isinstance(ckpt["model"], dict)

@@ -821,6 +821,31 @@ def wait_for_step(out, step):
     raise TimeoutError(f"step {step} didn't come")
 
 
+def test_a_gpt2_on_any_layout_trains_as_on_one_process(text, tmp_path):
+    from conftest import write_gpt2, write_tokenizer
+    for library in ("safetensors", "tokenizers"):
+        pytest.importorskip(library, reason=f"GPT-2's weights with a text need the library {library}")
+    write_tokenizer(tmp_path / "gpt2")
+    gpt2 = write_gpt2(tmp_path / "gpt2", vocab_size=262, n_positions=8, n_embd=16, n_head=4)
+    options = [f"--data={text}", f"--init_from={gpt2}", "--max_steps=4", "--lr=1e-3"]
+    import train
+    assert train.main([*TINY, *options, f"--out={tmp_path / 'one'}"]) == 0
+    want = losses(tmp_path / "one")
+    for count, layout in ((2, ["--tp=2"]), (4, ["--pp=2", "--zero=2"])):
+        process = torchrun(count, tmp_path / layout[0], *options, *layout)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        got = losses(tmp_path / layout[0])
+        assert len(got) == 4 and all(abs(got[step] / loss - 1) < 1e-5 for step, loss in want.items()), (got, want)
+    process = torchrun(2, tmp_path / "eval", *options[:2], "--tp=2", "--eval_only")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0 and out.count("perplexity") == 1, err
+    (gpt2 / "model.safetensors").unlink()
+    process = torchrun(2, tmp_path / "bad", *options, "--tp=2")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode and err.count("holds no weights") == 1
+
+
 def ranks_of(process):
     """The process ids of the ranks that a torchrun started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, gpt2_tensors, write_gpt2, write_tokenizer
 
 import sample
 import train
@@ -122,6 +122,99 @@ def test_a_character_is_shown_when_all_its_bytes_are_there():
     assert [decode([i]) for i in ids] == ["", "é", "", "", "日", "", "", "", "🙂"] and decode([], final=True) == ""
     decode = Tokenizer("bytes").decoder()
     assert decode([0xff, 65, 0xe6]) == "\ufffdA" and decode([], final=True) == "\ufffd"
+
+
+# ---- GPT-2's weights --------------------------------------------------------------------------------------------
+
+def gpt2(folder, old=False, **changes):
+    """A folder of 262 ids, byte pairs, whose model is unsure what to write."""
+    pytest.importorskip("safetensors", reason="reading weights needs the library safetensors")
+    pytest.importorskip("tokenizers", reason="reading text needs the library tokenizers")
+    write_tokenizer(folder, old)
+    tensors = gpt2_tensors(262, 24, 8, 2)
+    tensors["wte.weight"] += torch.randn(262, 8)
+    return write_gpt2(folder, tensors, vocab_size=262, n_positions=24, **changes)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_gpt2_writes_text(tmp_path, capsys, old):
+    folder = gpt2(tmp_path, old, eos_token_id=None)
+    model, tokenizer = sample.load_model(folder, torch.device(DEVICE), torch.float32)
+    prompt = "the other\n\n the é日"
+    ids = tokenizer.encode(prompt)
+    assert ids[0] == 257 and 258 in ids and 260 in ids and len(ids) < len(prompt.encode()) - 5
+    text = model.generate(torch.tensor([ids], device=DEVICE), 30, temperature=0)[0].tolist()
+    want = text[:text.index(261, len(ids))] if 261 in text[len(ids):] else text      # the end-of-text by its name
+    decode = tokenizer.pairs.decode(want, skip_special_tokens=False)
+    assert write(capsys, folder, f"--prompt={prompt}", "--temperature=0") == decode + "\n"
+    assert decode.startswith(prompt)
+    out = write(capsys, folder, "--prompt=", "--prompt=\udcffx")
+    assert "\n\n\ufffdx" in out
+
+
+def test_the_end_of_text_stops_it(tmp_path, capsys):
+    model, _ = sample.load_model(gpt2(tmp_path), torch.device(DEVICE), torch.float32)
+    first = model.generate(torch.tensor([[65, 66]], device=DEVICE), 30, temperature=0)[0].tolist()
+    for end in (first[2], first[9]):
+        _, tokenizer = sample.load_model(write_gpt2(tmp_path, state(model), vocab_size=262, n_positions=24,
+                                                    eos_token_id=end), torch.device(DEVICE), torch.float32)
+        text = tokenizer.pairs.decode([65, 66] + first[2:first.index(end, 2)], skip_special_tokens=False)
+        start = tokenizer.pairs.decode([65, 66])
+        assert write(capsys, tmp_path, f"--prompt={start}", "--temperature=0") == text + "\n"
+    both = write(capsys, tmp_path, f"--prompt={start}", f"--prompt={start}", "--temperature=0")
+    assert both == text + "\n\n" + text + "\n"
+
+
+def state(model):
+    """A model's weights as GPT-2 names them."""
+    names = {"blocks.": "h.", ".qkv.": ".c_attn.", ".proj.": ".c_proj.", ".fc.": ".c_fc."}
+    found = {}
+    for name, p in model.state_dict().items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        p = p.cpu()[:262] if name == "wte.weight" else p.cpu()
+        found[name] = p.t() if ".c_" in name and p.dim() == 2 else p
+    return found
+
+
+def test_without_a_tokenizer_there_are_ids(tmp_path, capsys):
+    (gpt2(tmp_path) / "tokenizer.json").unlink()
+    assert sample.main([f"--ckpt={tmp_path}", f"--device={DEVICE}", "--prompt=3 200", "--max_new_tokens=5"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("3 200 ") and len(out.split()) == 7
+    assert "tokenizer.json, so that tokens are shown as numbers" in err and err.count("\n") == 2
+    assert sample.main([f"--ckpt={tmp_path}", f"--device={DEVICE}", "--prompt=the"]) == 2
+    assert "a prompt is numbers, not 'the'" in capsys.readouterr().err
+
+
+def test_bad_folders_and_missing_libraries(tmp_path, capsys, monkeypatch):
+    gpt2(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json is not a tokenizer" in refused(capsys, f"--ckpt={tmp_path}", "--prompt=x")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert f"model.safetensors ({path.stat().st_size} bytes)" in refused(capsys, f"--ckpt={tmp_path}")
+    write_gpt2(tmp_path, model_type="opt")
+    assert "describes opt" in refused(capsys, f"--ckpt={tmp_path}")
+    write_gpt2(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install tokenizers" in refused(capsys, f"--ckpt={tmp_path}")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert "pip install safetensors" in refused(capsys, f"--ckpt={tmp_path}")
+
+
+def test_pieces_of_characters_wait_and_spaces_stay(tmp_path):
+    gpt2(tmp_path)
+    tokenizer = Tokenizer("gpt2", tmp_path / "tokenizer.json")
+    for text in ("é日🙂 the  the\n\n\nthe <|endoftext|> é", " ", "\ufffd", "a\ufffdb"):
+        decode, ids = tokenizer.decoder(), tokenizer.encode(text)
+        assert "".join([decode([i]) for i in ids] + [decode([], final=True)]) == text
+        decode = tokenizer.decoder()
+        assert decode(ids[:2]) + decode(ids[2:], final=True) == text
+    decode = tokenizer.decoder()
+    sun = tokenizer.encode("日")
+    assert [decode([i]) for i in sun] == ["", "", "日"]
+    assert decode(sun[:2]) == "" and decode([], final=True) == "\ufffd"
 
 
 def program(ckpt, *options, **env):

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, write_gpt2, write_tokenizer
 
 import train
-from model import GPT, GPTConfig, load_checkpoint
+from model import GPT, GPTConfig, Tokenizer, UserError, load_checkpoint, load_model
 from train import Data, learning_rate
 
 ROOT = Path(__file__).parent.parent
@@ -302,6 +302,170 @@ def test_default_steps_run_in_one_micro_batch():
         assert args.micro_batch == args.batch_size
     args, _ = train.parse(["--preset=gpt2", "--batch_size=48", "--device=cpu"])
     assert args.micro_batch == 24                                    # at most 32, and a divisor
+
+
+# ---- GPT-2's weights --------------------------------------------------------------------------------------------
+
+PLAIN = ["--no-compile", f"--device={DEVICE}", "--dtype=float32", "--batch_size=4", "--eval_batches=2"]
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A folder of 262 ids and a tokenizer."""
+    pytest.importorskip("safetensors", reason="reading weights needs the library safetensors")
+    write_tokenizer(tmp_path / "gpt2")
+    return write_gpt2(tmp_path / "gpt2", vocab_size=262, n_positions=8, eos_token_id=261)
+
+
+@pytest.fixture
+def bins(tmp_path):
+    """train.bin and val.bin of 1,000 and 107 random ids below 262."""
+    for name, n in (("train", 1000), ("val", 107)):
+        np.random.randint(0, 262, n).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    return tmp_path / "train.bin"
+
+
+def test_a_gpt2_is_trained_further_and_its_tokenizer_travels(gpt2, bins, tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="reading text needs the library tokenizers")
+    arguments = [*PLAIN, f"--init_from={gpt2}", f"--data={bins}", f"--out={tmp_path / 'o'}"]
+    assert train.main([*arguments, "--max_steps=0"]) == 0
+    a, b = GPT.from_pretrained(gpt2), load_model(tmp_path / "o" / "ckpt.pt", torch.device("cpu"), torch.float32)[0]
+    for name, p in a.named_parameters():
+        assert torch.equal(p, b.get_parameter(name)), name
+    capsys.readouterr()
+    assert train.main([*arguments, "--max_steps=3"]) == 0
+    assert "preset finetune" in capsys.readouterr().err and records(tmp_path / "o")[0]["options"]["lr"] == 3e-5
+    ckpt = load_checkpoint(tmp_path / "o" / "ckpt.pt")
+    assert (ckpt["tokenizer"], ckpt["tokenizer_file"].name, ckpt["end"]) == ("gpt2", "tokenizer.json", 261)
+    assert not torch.equal(ckpt["model"]["wte.weight"], a.wte.weight)
+    for path in [*gpt2.iterdir()]:
+        path.unlink()                                                # the run has what it needs
+    (tmp_path / "o").rename(tmp_path / "moved")
+    assert train.main(["--resume", f"--out={tmp_path / 'moved'}", "--max_steps=5"]) == 0
+    import sample
+    capsys.readouterr()
+    assert sample.main([f"--ckpt={tmp_path / 'moved' / 'ckpt.pt'}", "--prompt=the é", f"--device={DEVICE}"]) == 0
+    assert capsys.readouterr().out.startswith("the é")
+    (tmp_path / "moved" / "tokenizer.json").unlink()
+    assert sample.main([f"--ckpt={tmp_path / 'moved' / 'ckpt.pt'}", "--prompt=7", "--max_new_tokens=2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("7 ") and "tokenizer.json" in err
+
+
+def test_a_bin_needs_no_tokenizer_to_be_trained_on(gpt2, bins, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    arguments = [*PLAIN, f"--init_from={gpt2}", f"--data={bins}", f"--out={tmp_path / 'o'}", "--max_steps=1"]
+    assert train.main(arguments) == 0
+    assert re.search(r"a sample:\n(\d+ )+\n", capsys.readouterr().out)
+    assert load_checkpoint(tmp_path / "o" / "ckpt.pt")["tokenizer"] == "gpt2"
+    write_tokenizer(tmp_path, old=True)                              # beside the .bin, with a model from nothing
+    assert run(bins, tmp_path / "p", "--max_steps=1", "--vocab_size=262") == 0
+    ckpt = load_checkpoint(tmp_path / "p" / "ckpt.pt")
+    assert (ckpt["tokenizer"], ckpt["tokenizer_file"]) == ("gpt2", tmp_path / "p" / "vocab.json")
+    assert (tmp_path / "p" / "merges.txt").read_bytes() == (tmp_path / "merges.txt").read_bytes()
+
+
+def test_text_is_tokenized_once(gpt2, tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers", reason="reading text needs the library tokenizers")
+    path, calls, encode = tmp_path / "t.txt", [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: calls.append(text) or encode(self, text))
+    start = load_checkpoint(gpt2)
+
+    def data(main=True, size=262):
+        args = Namespace(data=str(path), out=str(tmp_path / "o"), block_size=8, seed=1, vocab_size=size)
+        return Data(args, main, start)
+    (tmp_path / "o").mkdir()
+    path.write_text("the other\n\nthe é \xff日 <|endoftext|>the " * 50)
+    found = data()
+    ids = np.concatenate([found.train, found.val])
+    assert ids.dtype == np.uint16 and found.tokenizer.pairs.decode(ids, skip_special_tokens=False) == path.read_text()
+    assert len(found.val) == len(ids) // 10 and 261 in ids and calls
+    calls.clear()
+    for main in (True, False):
+        again = data(main)
+        assert np.array_equal(np.concatenate([again.train, again.val]), ids) and not calls
+    path.write_text("another text, and the é " * 9)
+    assert len(data().train) < len(ids) and calls
+    calls.clear()
+    write_tokenizer(gpt2)
+    raw = (gpt2 / "tokenizer.json").read_text()
+    (gpt2 / "tokenizer.json").write_text(raw.replace('"t h", ', ""))
+    start = load_checkpoint(gpt2)
+    assert 256 not in data().train and calls
+    path.write_text("the <|endoftext|>" * 9)
+    with pytest.raises(UserError, match="has the id 261 .*vocab_size=261"):
+        data(size=261)
+    assert not (tmp_path / "o" / "tokens.json").exists() and len(data().train) > 9
+    path.write_text("")
+    with pytest.raises(UserError, match="t.txt is empty"):
+        data()
+
+
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(gpt2, tmp_path):
+    pytest.importorskip("tokenizers", reason="reading text needs the library tokenizers")
+    tokenizer, path = Tokenizer("gpt2", gpt2 / "tokenizer.json"), tmp_path / "t.txt"
+    words = [" ", " ", "\n", "\n", "\t", "\r\n", "\x1c", "\u3000", "the", "é", "1", "'s", "?!", "<|endoftext|>", "日"]
+    for _ in range(50):
+        text = "".join(np.random.choice(words, 80))
+        path.write_bytes(text.encode())
+        parts = list(train.pieces(path, np.random.randint(1, 30)))
+        assert "".join(parts) == text
+        assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text), parts
+    assert len(parts) > 2
+    path.write_bytes(b"ab\xff c")
+    assert "".join(train.pieces(path, 2)) == "ab\ufffd c"
+
+
+@pytest.mark.parametrize("n", [9, 10, 16, 17, 18, 107])
+def test_eval_only_is_the_loss_of_every_token(gpt2, bins, tmp_path, capsys, n):
+    ids = np.random.randint(0, 262, n).astype(np.uint16)
+    for name in ("val.bin", "other.bin"):
+        ids.tofile(tmp_path / name)
+    arguments = [*PLAIN[:-1], "--eval_only", f"--init_from={gpt2}", f"--out={tmp_path / 'o'}"]
+    sums, model, T = 0.0, GPT.from_pretrained(gpt2), 8
+    for t in range(1, n):                                            # by definition, one target after the other
+        first = (t - 1) // T * T
+        first = min(first, n - T - 1)                                # the last window is a full one
+        idx = torch.from_numpy(ids[None, first:t].astype(np.int64))
+        sums -= model(idx)[0, -1].log_softmax(-1)[int(ids[t])].item()
+    for data in (tmp_path / "val.bin", bins, tmp_path / "other.bin"):      # train.bin stands for the val.bin beside it
+        if data.name == "other.bin":
+            (tmp_path / "val.bin").write_bytes(b"1234" * 20)
+        capsys.readouterr()
+        assert train.main([*arguments, f"--data={data}"]) == 0
+        line = capsys.readouterr().out
+        found = re.fullmatch(rf"(\S+): [\d,]+ parameters, {n} tokens; loss (\S+), perplexity (\S+)\n", line)
+        assert found and found[1] == str(gpt2) and abs(float(found[2]) - sums / (n - 1)) < 1e-4, (line, sums / (n - 1))
+        assert abs(float(found[3]) / math.exp(sums / (n - 1)) - 1) < 1e-3
+    assert not list((tmp_path / "o").iterdir())                      # nothing was trained, nothing saved
+
+
+def test_eval_only_of_a_run_and_of_text(text, tmp_path, capsys):
+    assert run(text, tmp_path, "--max_steps=20") == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    for options in (["--resume"], [f"--init_from={tmp_path / 'ckpt.pt'}", f"--data={text}", "--eval_batches=100000"]):
+        capsys.readouterr()
+        assert train.main([*PLAIN[:-1], "--eval_only", f"--out={tmp_path}", *options]) == 0
+        out = capsys.readouterr().out
+        assert f"{tmp_path / 'ckpt.pt'}: " in out and "5,000 tokens; loss " in out
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    refused(capsys, [*TINY, "--eval_only", f"--data={text}", f"--out={tmp_path}"], "--init_from or --resume")
+    refused(capsys, [*TINY, "--preset=finetune", f"--data={text}", f"--out={tmp_path}"], "preset=finetune")
+
+
+def test_data_that_a_gpt2_cant_read(gpt2, text, tmp_path, capsys):
+    arguments = [*PLAIN, f"--init_from={gpt2}", f"--out={tmp_path / 'o'}", "--max_steps=1"]
+    np.full(50, 262, np.uint16).tofile(tmp_path / "x.bin")
+    refused(capsys, [*arguments, f"--data={tmp_path / 'x.bin'}"], "has the id 262", "vocab_size=262")
+    refused(capsys, [*arguments, f"--data={tmp_path / 'x.bin'}", "--vocab_size=300"], "vocab_size=300", "262")
+    (gpt2 / "tokenizer.json").unlink()
+    refused(capsys, [*arguments, f"--data={text}"], "is text", "tokenizer.json")
+    weights = gpt2 / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(capsys, [*arguments, f"--data={text}"], "model.safetensors", "bytes")
+    weights.unlink()
+    refused(capsys, [*arguments, f"--data={text}"], "holds no weights")
+    assert not (tmp_path / "o" / "ckpt.pt").exists()
 
 
 # ---- interruption -----------------------------------------------------------------------------------------------
