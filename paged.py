@@ -33,8 +33,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash import LOG2E, attends, has_kernels, jit, race, tl, torch_attention, triton
+from flash import LOG2E, attends, has_kernels, jit, tl, torch_attention, triton
 from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution, gelu
 
 # --------------------------------------------------------------------------------------------------------------
@@ -197,11 +198,12 @@ class BlockPool:
 
 def paged_attention_reference(q, k, v, table, length, start):
     """q (N, nh, hs) of all new tokens; k, v (blocks, block_size, nh, hs); table (R, blocks a request) int32, length
-    (R,) and start (R + 1,) int32 -> (N, nh, hs). A request of length 0 gets zeros."""
+    (R,) and start (R + 1,) int32 -> (N, nh, hs). Queries that stand before a request's first token get zeros."""
     out, n = torch.zeros_like(q), k.size(1)
     for r in range(len(length)):
-        begin, end, tokens = int(start[r]), int(start[r + 1]), int(length[r])
-        if tokens and end > begin:
+        end, tokens = int(start[r + 1]), int(length[r])
+        begin = max(int(start[r]), end - tokens)
+        if end > begin:
             blocks = table[r, :-(-tokens // n)].long()
             keys, values = (x[blocks].flatten(0, 1)[:tokens].transpose(0, 1) for x in (k, v))      # (nh, tokens, hs)
             o = torch_attention(q[begin:end].transpose(0, 1)[None], keys[None], values[None])[0]       # (nh, n, hs)
@@ -272,11 +274,11 @@ def paged_attention(q, k, v, table, length, start, most, splits=None):
     if not attends(q):
         return paged_attention_reference(q, k, v, table, length, start)
     (N, nh, hs), R = q.shape, len(length)
-    if splits is None:      # some four programs a multiprocessor of a large GPU
-        splits = 1 if most > 16 else min(64, 2 ** max(0, (512 // max(1, R * nh)).bit_length() - 1))
+    if splits is None:      # some six programs a multiprocessor of a large GPU
+        splits = 1 if most > 16 else min(32, 2 ** max(0, (768 // max(1, R * nh)).bit_length() - 1))
     HS, M = max(16, triton.next_power_of_2(hs)), 16 if most <= 16 else 64
-    how = dict(BLOCK_N=64 if HS <= 128 else 32, num_warps=2 if HS <= 64 and M == 16 else 4,
-               num_stages=3 if HS <= 64 else 2)
+    how = dict(BLOCK_N=64 if HS <= 128 else 32, num_warps=2 if HS <= 64 and M == 16 and splits < 16 else 4,
+               num_stages=2 if HS > 128 or HS > 64 and M == 64 else 5 if splits >= 16 else 3)
     out = torch.empty_like(q)
     parts = q.new_empty(N, nh, splits, hs, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(N, nh, splits, dtype=torch.float32) if splits > 1 else out
@@ -313,12 +315,12 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # --------------------------------------------------------------------------------------------------------------
 # 4. The block once more, for few tokens
 #
-# A product of N rows with a matrix of K x n costs reading the matrix once, whether N is 1 or 8, and then what counts is
-# how many kernels begin and end one after the other. So few of them: what stands before a product (layer norm) and after
-# it (bias, GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages.
-# A program asks for all of its part of the matrix at once, then norms the rows while that comes.
+# A product of one or two rows with a matrix takes as long as reading the matrix, if only that is kept up: kernels that
+# begin and end one after the other don't. So few of them: what stands before a product (layer norm) and after it (bias,
+# GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. A program
+# asks for all of its part of the matrix at once, and norms the rows while that comes.
 
-FEW = 8      # rows that the kernel takes; for more, the library's products read the matrix as well
+FEW = 2      # rows that the kernel takes; for more, the library's products are as fast
 
 @jit
 def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
@@ -992,8 +994,8 @@ def show_waste(device):
 
 
 def show_attention(device):
-    """On a GPU: decoding attention's bytes a second, beside a copy's. Elsewhere: the kernel's reference against the
-    definition."""
+    """On a GPU: decoding attention's bytes a second, beside a kernel of cuDNN's. Elsewhere: the kernel's reference
+    against the definition."""
     if device.type != "cuda":
         k, v = torch.randn(2, 9, 16, 2, 64)
         q, table = torch.randn(2, 2, 64), torch.randperm(9, dtype=torch.int32)[:8].view(2, 4)
@@ -1003,23 +1005,38 @@ def show_attention(device):
         want = torch_attention(q[1:].transpose(0, 1)[None], keys, values)[0, :, 0]
         print(f"2  attention through a block table: largest difference {(got[1] - want).abs().max():.0e}")
         return
-    x = torch.empty(2 ** 30, dtype=torch.int8, device=device)
-    y = torch.empty_like(x)
-    copy = 2 * x.numel() / race({"": lambda: y.copy_(x)})[""] / 1e6
-    print(f"2  attention through block tables, GB/s of K and V; a copy moves {copy:,.0f} GB/s, reads and writes")
+    print("2  attention through block tables in random order, GB/s of K and V (one / five new tokens), us; torch's cuDNN "
+          "kernel\n   on contiguous keys and values, us")
     for nh, hs, R, T in ((12, 64, 1, 8192), (12, 64, 1, 32768), (12, 64, 16, 2048), (12, 64, 64, 1024),
                          (12, 64, 64, 4096), (16, 128, 64, 4096)):
-        blocks = R * T // 16
-        k, v = torch.randn(2, blocks, 16, nh, hs, device=device, dtype=torch.bfloat16)
-        table = torch.randperm(blocks, dtype=torch.int32, device=device).view(R, -1)
-        line = f"   {nh} heads of {hs}, {R:3} x {T:6}:"
+        size = 2 * R * T * nh * hs * 2                                       # bytes of K and V
+        pools, line = max(2, -(-2 ** 28 // size)), f"   {nh} heads of {hs}, {R:3} x {T:6}:"      # larger than any cache
+        k, v = torch.randn(2, pools * R * T // 16, 16, nh, hs, device=device, dtype=torch.bfloat16)
+        tables = torch.randperm(len(k), dtype=torch.int32, device=device).view(pools, R, -1)
+        keys, values = (x.view(pools, R, T, nh, hs).transpose(2, 3).contiguous() for x in (k, v))
         for n in (1, 5):
             q = torch.randn(R * n, nh, hs, device=device, dtype=torch.bfloat16)
             length = torch.full((R,), T, dtype=torch.int32, device=device)
             start = torch.arange(R + 1, dtype=torch.int32, device=device) * n
-            ms = race({"": lambda: paged_attention(q, k, v, table, length, start, n)})[""]
-            line += f"  {n} new {2 * k.numel() * 2 / ms / 1e6:6,.0f} GB/s, {1e3 * ms:6.1f} us"
-        print(line)
+            ours = replayed([lambda table=table: paged_attention(q, k, v, table, length, start, n) for table in tables])
+            x = q.view(R, n, nh, hs).transpose(1, 2)                         # (R, nh, n, hs)
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                peer = replayed([lambda kv=kv: F.scaled_dot_product_attention(x, *kv) for kv in zip(keys, values)])
+            line += f"{size / ours / 1e9:8,.0f} GB/s {1e6 * ours:6.1f} us, cuDNN {1e6 * peer:6.1f} ({peer / ours:4.2f});"
+        print(line[:-1], flush=True)
+        del k, v, keys, values
+
+
+def replayed(calls):
+    """Seconds of a call: the calls, each on memory of its own so that none finds it cached, as one CUDA graph."""
+    for f in calls:
+        f()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for f in calls:
+            f()
+    return seconds(lambda: [graph.replay() for _ in range(4)], torch.device("cuda"), 9) / 4 / len(calls)
 
 
 def seconds(f, device, repeats=3):
@@ -1034,15 +1051,16 @@ def seconds(f, device, repeats=3):
     return float(np.median(taken[1:]))
 
 
-def serve(engine, prompts, new):
+def serve(engine, prompts, new, temperature=0.0):
     """Has the engine write `new` tokens after each prompt. -> seconds in all, and of a step in which all decode."""
-    requests, begin, inside = [engine.add(prompt, new, 0.0) for prompt in prompts], time.perf_counter(), []
+    requests = [engine.add(prompt, new, temperature, seed=i) for i, prompt in enumerate(prompts)]
+    begin, inside = time.perf_counter(), []
     while engine.busy:
         started, full = time.perf_counter(), all(r.at_hand for r in requests)
         engine.step()
         if full and all(r.state == "running" for r in requests):
             inside.append(time.perf_counter() - started)
-    return time.perf_counter() - begin, float(np.mean(inside)) if inside else math.nan
+    return time.perf_counter() - begin, float(np.median(inside)) if inside else math.nan
 
 
 def replay_seconds(engine, n):
@@ -1076,7 +1094,7 @@ def show_engine(device):
 
     def run(name, model, prompts, blocks=None, rows=None):
         rows = rows or len(prompts)
-        engine = Engine(model, blocks or sum(-(-(len(p) + new) // 16) for p in prompts), max_batch=rows)
+        engine = Engine(model, blocks or sum(-(-(len(p) + new) // 16) for p in prompts), max_batch=rows, budget=16384)
         for _ in range(2):      # the first compiles and captures
             engine.pool = BlockPool(len(engine.pool.users), 16)              # nothing found from the run before
             before = dict(engine.stats)

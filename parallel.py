@@ -912,9 +912,16 @@ def slice_tokens(cost, T, P, unit=1):
     return best[1], best[0]
 
 
-def seconds(f, device, repeats=5):
-    """What f() takes, the median of some; the first, which may compile, doesn't count."""
+def seconds(f, device, repeats=5, graph=False):
+    """What f() takes, the median of some; the first, which may compile, doesn't count. graph: as a CUDA graph."""
     taken = []
+    if graph:
+        f()
+        torch.cuda.synchronize(device)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            f()
+        f = captured.replay
     for _ in range(repeats + 1):
         begin = now(device)
         f()
@@ -971,15 +978,16 @@ def profile_slices(config, args):
                                    requires_grad=True) for t in (n, before))
 
             def run():
-                prefix = Prefix(args.attention)
+                prefix = Prefix(args.attention, (before, n) if before else (n,))
                 for part, tokens in enumerate((past, x) if before else (x,)):
                     y = block(tokens, partial(prefix, part))
                     y = y[0] if isinstance(y, tuple) else y
                 y.sum().backward()
 
             def earlier():
-                block(past, partial(Prefix(args.attention), 0))
-            rows.append((n, before, seconds(run, args.device) - (seconds(earlier, args.device) if before else 0.0)))
+                block(past, partial(Prefix(args.attention, (before, n)), 0))
+            rows.append((n, before, seconds(run, args.device, graph=args.graph) - (
+                seconds(earlier, args.device, graph=args.graph) if before else 0.0)))
     n, before, taken = np.array(rows).T
     terms = np.stack([np.ones_like(n), n, n * (before + n / 2)], 1)
     a, b, c = np.linalg.lstsq(terms / taken[:, None], np.ones_like(taken), rcond=None)[0].clip(0)
@@ -1506,7 +1514,7 @@ class Parallel:
             if op == "F":
                 idx, targets, pos = self.slice(m, part)
                 if len(self.slices) > 1:
-                    prefix = prefixes.setdefault((m, piece), Prefix(self.args.attention))
+                    prefix = prefixes.setdefault((m, piece), Prefix(self.args.attention, self.slices))
                 attend = partial(prefix, part) if len(self.slices) > 1 else None
                 x = idx if received is None else received.requires_grad_()
                 y, own = self.forward(piece, x, targets, self.parts[m].total, pos, attend)
@@ -1796,29 +1804,65 @@ class Parallel:
 # of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
 # is through, which is why that runs in reverse:
 #
-#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for k_2, and for k_1, k_0 into their copies
-#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: that of k_1, to which what the copy got is added
+#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for all k and v; those of k_2, v_2 are whole
+#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: adds to those of k_1, k_0; k_1's are whole now
+#
+# So a layer keeps the sequence's keys and values in one piece each, in which a slice sees what is before its end, and
+# their gradients in two more, from which it takes its own part when its turn comes.
+
+class SliceAttention(torch.autograd.Function):
+    """forward: attention of q to all keys and values so far, of which k and v (B, nh, t, hs) at `begin` are new /
+    backward: q's gradient, and what has come together for k and v."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, whole, begin, attention):
+        end = begin + k.size(2)
+        for kept, x in zip(whole.kept, (k, v)):
+            kept.data[:, :, begin:end] = x      # past what earlier slices saw, so that nothing saved for them changes
+        ctx.whole, ctx.begin = whole, begin
+        ctx.inputs = [x.detach().requires_grad_() for x in (q, *(kept[:, :, :end] for kept in whole.kept))]
+        same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)      # recomputation keeps out of here
+        with torch.enable_grad(), same:
+            ctx.o = attention(*ctx.inputs)                                   # (B, nh, t, hs)
+        return ctx.o.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        dq, *grads = torch.autograd.grad(ctx.o, ctx.inputs, do)              # (B, nh, end, hs) for keys and values
+        end, sums = grads[0].size(2), ctx.whole.grads
+        if not sums:
+            sums += grads                                                    # the last slice's are the first
+        else:
+            for total, grad in zip(sums, grads):
+                total[:, :, :end] += grad
+        ctx.o = ctx.inputs = None
+        return dq, *(total[:, :, ctx.begin:end] for total in sums), None, None, None
+
+
+class Whole(NamedTuple):
+    """One sequence's keys and values at one layer, (B, nh, T, hs) each, and once there are some, their gradients."""
+
+    kept: list
+    grads: list
+
 
 class Prefix:
-    """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION."""
+    """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION;
+    slices: their lengths."""
 
-    def __init__(self, attention):
-        self.kept = defaultdict(list)
+    def __init__(self, attention, slices):
+        self.layers, self.slices = {}, slices
         self.attention = {"torch": torch_attention, "naive": lambda *qkv: attention_naive(*qkv)[0]}.get(
             attention, flash_attention)
 
     @torch.compiler.disable
     def __call__(self, part, layer, q, k, v):
         """The `attend` of slice `part`: q, k, v (B, nh, t, hs) -> (B, nh, t, hs)."""
-        kept = self.kept[layer]
-        before = kept[:part]                                                 # a slice recomputed finds later ones too
-        if len(kept) == part:
-            copies = [x.detach().requires_grad_() for x in (k, v)]
-            for x, copy in zip((k, v), copies):
-                x.register_hook(lambda grad, copy=copy: grad if copy.grad is None else grad + copy.grad)
-            kept.append(copies)
-        keys, values = (torch.cat(xs, 2) for xs in zip(*before, (k, v)))     # (B, nh, tokens so far, hs)
-        return self.attention(q, keys, values)
+        if layer not in self.layers:
+            B, nh, _, hs = k.shape
+            self.layers[layer] = Whole([k.new_empty(B, nh, sum(self.slices), hs) for _ in range(2)], [])
+        return SliceAttention.apply(q, k, v, self.layers[layer], sum(self.slices[:part]), self.attention)
 
 
 # --------------------------------------------------------------------------------------------------------------

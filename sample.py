@@ -9,9 +9,11 @@ error.
     cat notes.txt | python sample.py --prompt=@- --num_samples=3
     python sample.py --ckpt=gpt2/ --prompt="The answer is"
     python sample.py --prompts=beginnings.txt --max_batch=128 > endings.txt
+    python sample.py --speculative --gamma=4 --color
 
 All texts are written at once by the engine of paged.py, which keeps the keys and values of what is written in blocks;
-they come out in the order of the prompts.
+they come out in the order of the prompts. With --speculative a small model, the draft, guesses ahead, and the model only
+checks (speculate.py): the texts have the same distribution, and at temperature 0 are the same.
 """
 
 import signal
@@ -22,6 +24,7 @@ if __name__ == "__main__":
 import os
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -29,6 +32,9 @@ from tqdm import tqdm
 
 from model import DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype
 from paged import Engine
+from speculate import Speculator, figures, sentence
+
+COLORS = {"draft": "\033[32m", "target": "\033[31m", "bonus": "\033[34m"}      # green, red, blue
 
 
 def options():
@@ -47,6 +53,13 @@ def options():
     p.add_argument("--top_k", type=int, help="draw among the k likeliest tokens alone (default: all)")
     p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
     p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
+    p.add_argument("--speculative", action="store_true", help="decode speculatively: a draft guesses, the model checks")
+    p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or lookup: "
+                   "what followed the text's last words before (default: out/draft.pt if it's there, else lookup)")
+    p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, or auto: by how many are kept "
+                   "and what they cost (default: 4)")
+    p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that was "
+                   "kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, "
@@ -79,22 +92,46 @@ def read_prompts(args):
     return texts or [""]
 
 
-def write_samples(model, tokenizer, args):
+def load_draft(args, model, tokenizer, device, dtype):
+    """-> the draft model, None for lookup; and its name. Raises UserError for one that can't guess for the model."""
+    path = args.draft or ("out/draft.pt" if Path("out/draft.pt").is_file() else "lookup")
+    if path == "lookup":
+        return None, "lookup"
+    draft, theirs = load_model(path, device, dtype)
+    if {tokenizer.kind, theirs.kind} == {"bytes", "gpt2"}:      # token ids without their text may be anybody's
+        raise UserError(f"the draft {path} reads {theirs.kind} and the model {args.ckpt} reads {tokenizer.kind}: they "
+                        "must have the same tokens")
+    if draft.num_params() > model.num_params():
+        print(f"sample.py: the draft has {draft.num_params():,} parameters and the model {model.num_params():,}: guessing "
+              "will take longer than it saves", file=sys.stderr)
+    return draft, path
+
+
+def make_engine(model, draft, args, texts):
+    """An Engine with room for as many of the texts as --max_batch says, or as there is memory for."""
+    one, batch = -(-model.config.block_size // 16), min(args.max_batch, texts)
+    blocks = one * batch
+    if model.table.is_cuda:      # what fits; with less, some texts wait
+        free = torch.cuda.mem_get_info(model.table.device)[0]
+        block = sum(32 * x.config.n_layer * x.config.n_embd * x.table.itemsize for x in (model, draft) if x)
+        blocks = max(one, min(blocks, int(0.8 * free) // block))
+    if not args.speculative:
+        return Engine(model, blocks, 16, batch)
+    engine = Speculator(model, blocks, 16, batch, draft=draft, gamma=args.gamma)
+    engine.timing = True
+    return engine
+
+
+def write_samples(model, tokenizer, draft, args):
     """Writes the texts to standard output in the order of their prompts, an empty line between them: the first that
-    isn't complete as it grows, those after it when their turn comes. Returns the number of new tokens."""
+    isn't complete as it grows, those after it when their turn comes. Returns the number of new tokens, the engine."""
     prompts = [tokenizer.encode(text) for text in read_prompts(args)]
     end = tokenizer.ending(model.config.vocab_size)
     stop = [] if end is None else [end]
     bad = next((i for ids in prompts for i in ids if not 0 <= i < model.config.vocab_size), None)
     if bad is not None:
         raise UserError(f"the prompt has the id {bad}, but the model's ids end at {model.config.vocab_size - 1}")
-    one = -(-model.config.block_size // 16)
-    batch = min(args.max_batch, len(prompts) * args.num_samples)
-    blocks = one * batch
-    if model.table.is_cuda:      # what fits; with less, some texts wait
-        config, free = model.config, torch.cuda.mem_get_info(model.table.device)[0]
-        blocks = max(one, min(blocks, int(0.8 * free) // (32 * config.n_layer * config.n_embd * model.table.itemsize)))
-    engine = Engine(model, blocks, 16, batch)
+    engine = make_engine(model, draft, args, len(prompts) * args.num_samples)
     texts = [(ids, sample) for j, ids in enumerate(prompts) for sample in engine.add(
         ids or [tokenizer.start(model.config.vocab_size)], args.max_new_tokens, args.temperature, args.top_k,
         args.top_p, derive(args.seed, j) if j else args.seed, stop, args.num_samples).samples]
@@ -107,36 +144,56 @@ def write_samples(model, tokenizer, args):
                 decode, shown = tokenizer.decoder(), 0
                 print(("\n" if at else "") + decode(ids), end="", flush=True)
             news = sample.text[sample.prompt + shown:]
-            print(decode([i for i in news if i not in stop]), end="", flush=bool(news))
+            colors = [COLORS[who] for who in sample.wrote[shown:]] if args.color else [""] * len(news)
+            for color, run in groupby(zip(colors, news), lambda pair: pair[0]):
+                print(color + decode([i for _, i in run if i not in stop]), end="", flush=True)
             shown += len(news)
             if sample.done:
-                print(decode([], final=True), flush=True)
+                print(decode([], final=True) + "\033[0m" * args.color, flush=True)
                 bar.update()
                 at, decode = at + 1, None
             else:
                 next(tokens)
-    return sum(len(sample.tokens) for _, sample in texts)
+    return sum(len(sample.tokens) for _, sample in texts), engine
 
 
-def run(argv):
-    args = options().parse(argv)
+def check(args):
+    """Raises UserError for options that don't fit together; makes gamma a number or "auto"."""
     for name, least in (("num_samples", 1), ("max_new_tokens", 0), ("max_batch", 1)):
         if getattr(args, name) < least:
             raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
     check_sampling(args.temperature, args.top_k, args.top_p)
+    for name in ("draft", "gamma", "color"):
+        if getattr(args, name) and not args.speculative:
+            raise UserError(f"--{name} is for --speculative")
+    if args.gamma is None:
+        args.gamma = 4
+    elif args.gamma != "auto":
+        if not args.gamma.isascii() or not args.gamma.isdigit() or not 1 <= int(args.gamma) <= 64:
+            raise UserError(f"gamma={args.gamma} must be a number from 1 to 64, or auto")
+        args.gamma = int(args.gamma)
     if sys.stdout is None:
         raise UserError("standard output is closed, and the text has nowhere to go")
+
+
+def run(argv):
+    args = options().parse(argv)
+    check(args)
     device = pick_device(args.device)
     dtype = pick_dtype(args.dtype, device)
     model, tokenizer = load_model(args.ckpt, device, dtype)
     if tokenizer.note:
         print(f"sample.py: {tokenizer.note}", file=sys.stderr)
+    draft, kind = load_draft(args, model, tokenizer, device, dtype) if args.speculative else (None, None)
     sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
     start = time.perf_counter()
-    tokens = write_samples(model, tokenizer, args)
-    seconds = time.perf_counter() - start
-    print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s: {model.num_params():,} parameters on "
+    tokens, engine = write_samples(model, tokenizer, draft, args)
+    taken = time.perf_counter() - start
+    print(f"{tokens} tokens in {taken:.2f} s, {tokens / taken:,.0f} tokens/s: {model.num_params():,} parameters on "
           f"{device} in {str(dtype).split('.')[1]}", file=sys.stderr)
+    if args.speculative:
+        found = figures(engine)
+        print(sentence(found, kind) if found else f"drafts by {kind}: too little text to measure", file=sys.stderr)
 
 
 def main(argv=None):

@@ -25,14 +25,16 @@ Reads top to bottom: acceptance for one text, for many; where drafts come from; 
 What it can't do: trees of drafts; draft and target on different devices.
 """
 
-import math
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model import Options, UserError, load_model, pick_device, pick_dtype
-from paged import Engine, invert, linear, probabilities, seconds, trunk, uniform
+from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype
+from paged import Engine, invert, linear, probabilities, seconds, serve, trunk, uniform
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -77,10 +79,10 @@ def tokens_a_call(alpha, gamma):
     return (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else gamma + 1
 
 
-def speedup(alpha, gamma, c):
-    """Against plain decoding, if a call of the draft takes c of one of the target (Leviathan et al. 2023, theorem
-    3.8)."""
-    return tokens_a_call(alpha, gamma) / (1 + c * gamma)
+def speedup(alpha, gamma, c, check=1.0):
+    """Against plain decoding, if a call of the draft takes c of one of the target, and the target's on gamma + 1 tokens
+    `check` of one on a single token: 1 in Leviathan et al. 2023, theorem 3.8."""
+    return tokens_a_call(alpha, gamma) / (check + c * gamma)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -178,11 +180,11 @@ class Speculator(Engine):
             raise UserError(f"gamma={gamma} must be at least 1, or auto")
         self.auto = self.timing = gamma == "auto"
         self.ahead = most if self.auto else gamma
-        self.gamma = min(4, self.ahead)
+        self.gamma = min(4, self.ahead) if self.auto else gamma
         super().__init__(model, num_blocks, *args, **kwargs)
         self.draft = Lookup() if draft is None else Model(draft, self)
         self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, turns=0, seconds=0.0)
-        self.costs = {}      # {rows: (seconds of a step of plain decoding, of a draft)}, measured if `timing`
+        self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
         return super().caches() + ([self.draft.pages] if isinstance(self.draft, Model) else [])
@@ -234,8 +236,8 @@ class Speculator(Engine):
         if self.timing and size not in self.costs:
             self.costs[size] = self.measure(size, how)
         if self.auto and self.stats["tested"]:
-            plain, draft = self.costs[size]
-            self.gamma = max(range(1, self.ahead + 1), key=lambda gamma: speedup(self.alpha, gamma, draft / plain))
+            _, c, more = self.costs[size]
+            self.gamma = max(range(1, self.ahead + 1), key=lambda n: speedup(self.alpha, n, c, 1 + more * n))
         self.decoding = size
         return size, how, self.gamma
 
@@ -245,18 +247,22 @@ class Speculator(Engine):
         return self.stats["accepted"] / max(1, self.stats["tested"])
 
     def measure(self, size, how, repeats=5):
-        """-> seconds that rows 0 .. size - 1 take for a step of plain decoding, and for a draft. For when a step is about
-        to begin, and has room for what this writes; it leaves the state as it was."""
+        """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and what
+        each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it leaves
+        the state as it was."""
         gamma, state, kept = self.gamma, self.state(), [x.clone() for x in self.state()]
 
-        def plain():
-            self.replay(self.decode_rows, size, how, 0)
-            for x, was in zip(state, kept):
-                x.copy_(was)
-        with torch.inference_mode():
-            return (seconds(lambda: [plain() for _ in range(repeats)], self.device) / repeats,
-                    seconds(lambda: [self.replay(self.propose, size, how, gamma) for _ in range(repeats)],
-                            self.device) / repeats / gamma)
+        def timed(f, *key):
+            def run():
+                for _ in range(repeats):
+                    self.replay(f, *key)
+                    for x, was in zip(state, kept):
+                        x.copy_(was)
+            with torch.inference_mode():
+                return seconds(run, self.device) / repeats
+        plain, drafts, both = (timed(f, size, how, n) for f, n in (
+            (self.decode_rows, 0), (self.propose, gamma), (self.decode_rows, gamma)))
+        return plain, drafts / gamma / plain, max(0.0, both - drafts - plain) / gamma / plain
 
     def turn(self):
         """A step; those that only decode are timed, but for what is captured or measured in them."""
@@ -321,15 +327,16 @@ class Speculator(Engine):
 
 
 def figures(engine):
-    """What a Speculator has done, predicted beside measured: {alpha, gamma, c, calls: tokens a call of the target,
-    predicted and measured, speedup: likewise, against plain decoding as measured by `costs`}."""
+    """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target, predicted
+    and measured; speedup: against plain decoding as `measure` found it, predicted by alpha and c alone, and measured}.
+    None if there was too little to measure."""
     s, alpha = engine.stats, engine.alpha
     if not s["turns"] or not engine.costs:
         return None
-    gamma, (plain, draft) = s["gammas"] / s["rounds"], list(engine.costs.values())[-1]
+    gamma, (plain, c, more) = s["gammas"] / s["rounds"], list(engine.costs.values())[-1]
     calls = s["written"] / s["rounds"]
-    return dict(alpha=alpha, gamma=gamma, c=draft / plain, calls=(tokens_a_call(alpha, gamma), calls),
-                speedup=(speedup(alpha, gamma, draft / plain), calls * plain * s["turns"] / s["seconds"]))
+    return dict(alpha=alpha, gamma=gamma, c=c, check=1 + more * gamma, calls=(tokens_a_call(alpha, gamma), calls),
+                speedup=(speedup(alpha, gamma, c), calls * plain * s["turns"] / s["seconds"]))
 
 
 def sentence(f, kind):
@@ -339,7 +346,87 @@ def sentence(f, kind):
             f"{f['speedup'][0]:.2f} with c = {f['c']:.2f})")
     if f["speedup"][1] >= 1:
         return text
-    best = max(range(1, 9), key=lambda gamma: speedup(f["alpha"], gamma, f["c"]))
-    return (f"{text}\nspeculation doesn't pay here: with drafts that cost {f['c']:.2f} of the target's step and are kept "
-            f"with probability {f['alpha']:.2f}, the best that can be had is {speedup(f['alpha'], best, f['c']):.2f}, at "
-            f"gamma = {best}")
+    each = (f["check"] - 1) / f["gamma"]
+    best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
+    most = speedup(f["alpha"], best, f["c"], 1 + each * best)
+    return (f"{text}\nspeculation doesn't pay here: a draft costs {f['c']:.2f} of the target's step, is kept with "
+            f"probability {f['alpha']:.2f}, and adds {each:.2f} to the step that checks it, so that gamma = {best} would be "
+            f"best, with {most:.2f}")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The chapter's claims, predicted beside measured: python speculate.py
+
+def show_acceptance(n=100_000, V=50, gamma=4):
+    """accept_rows on tables: alpha, the tokens of a call, and whether the first token has the target's distribution."""
+    print(f"1  {n:,} rounds on random tables of {V} ids, gamma = {gamma}\n   {'draft':16}{'alpha: sum min(p, q)':>22}"
+          f"{'measured':>10}{'tokens a call':>15}{'measured':>10}{'largest error of a frequency, deviations':>43}")
+    g = torch.Generator().manual_seed(1)
+    logits, noise = torch.randn(2, V, generator=g)
+    for name, amount in (("as the target", 0.0), ("near", 0.5), ("far", 2.0)):
+        p, q = (2 * logits).softmax(0), (2 * logits + amount * noise).softmax(0)
+        drafts = torch.multinomial(q, n * gamma, replacement=True, generator=g).view(n, gamma)
+        kept, after = accept_rows(p.expand(n, gamma + 1, V), q.expand(n, gamma, V), drafts,
+                                  torch.rand(n, gamma + 1, generator=g).double(), torch.full((n,), gamma))
+        alpha = float(torch.minimum(p, q).sum())
+        first = torch.bincount(torch.where(kept > 0, drafts[:, 0], after), minlength=V) / n
+        tested = (kept + 1).clamp(max=gamma).sum()
+        print(f"   {name:16}{alpha:22.3f}{kept.sum() / tested:10.3f}{tokens_a_call(alpha, gamma):15.3f}"
+              f"{kept.float().mean() + 1:10.3f}{((first - p).abs() / (p / n).sqrt()).max():43.1f}")
+
+
+def show_engine(args, device, dtype):
+    """Decoding with and without drafts, the same prompts, by our own engine."""
+    target, tokenizer = load_model(args.ckpt, device, dtype)
+    draft = load_model(args.draft, device, dtype)[0]
+    text, V = Path(__file__).read_text(), target.config.vocab_size
+    ids = [i % V for i in (tokenizer.encode(text) if tokenizer.kind != "ids" else range(9999))]
+    T = min(64, target.config.block_size // 4)
+    new = min(256, target.config.block_size - T)
+    print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n   "
+          f"{'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}{'measured':>10}{'tokens/s':>10}")
+    for R, temperature in ((1, 0.0), (1, 1.0), (16, 0.0), (16, 1.0)):
+        prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, R + 1).astype(int)[1:].tolist()]
+        blocks = R * (-(-(T + new) // 16) + 1)
+
+        def run(engine):
+            for _ in range(2):      # the first captures
+                engine.pool = type(engine.pool)(blocks, 16)
+                engine.stats.update(dict.fromkeys(engine.stats, 0))
+                taken, _ = serve(engine, prompts, new, temperature)
+            return taken
+        plain = run(Engine(target, blocks, 16, R))
+        name = f"batch {R}, temperature {temperature:.0f}"
+        print(f"   {name:22}{'plain':>6}{'':58}{R * new / plain:10,.0f}", flush=True)
+        for who, gamma in [(draft, gamma) for gamma in args.gammas] + [(draft, "auto"), (None, 4)]:
+            engine = Speculator(target, blocks, 16, R, draft=who, gamma=gamma)
+            engine.timing = True
+            taken = run(engine)
+            f = figures(engine)
+            name = f"{'gamma' if who else 'lookup, gamma'} {gamma}" + (f": {f['gamma']:.1f}" if gamma == "auto" else "")
+            print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}{f['calls'][1]:10.2f}"
+                  f"{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}", flush=True)
+
+
+def chapter(argv=None):
+    p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0])
+    p.add_argument("--ckpt", default="out/ckpt.pt", help="the target (default: out/ckpt.pt)")
+    p.add_argument("--draft", default="out/draft.pt", help="the draft (default: out/draft.pt)")
+    p.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6, 8], help="(default: 1 2 4 6 8)")
+    p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto)")
+    p.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: auto)")
+    args = p.parse(argv)
+    device = pick_device(args.device)
+    show_acceptance()
+    if Path(args.ckpt).exists() and Path(args.draft).exists():
+        show_engine(args, device, pick_dtype(args.dtype, device))
+    else:
+        print(f"2  decoding wants a target and a draft, {args.ckpt} and {args.draft}: python train.py makes both")
+
+
+if __name__ == "__main__":
+    try:
+        chapter()
+    except UserError as error:
+        print(f"speculate.py: {error}", file=sys.stderr)
+        sys.exit(2)

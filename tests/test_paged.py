@@ -137,7 +137,8 @@ def pages(bs, nh, hs, news, lengths, dtype):
 @pytest.mark.parametrize("bs,hs,news,lengths,splits", [
     (16, 64, [1, 1, 1, 1], [1, 15, 16, 17], None), (16, 64, [1, 1], [200, 33], 4), (1, 24, [1, 5, 3], [1, 7, 100], 2),
     (7, 80, [1, 50, 70, 2], [70, 50, 100, 2], None), (32, 128, [5, 5], [37, 150], 8), (3, 16, [2, 1, 1], [9, 0, 3], 2),
-    (5, 256, [1, 20], [64, 65], 1), (16, 8, [1], [300], 64)])
+    (5, 256, [1, 20], [64, 65], 1), (16, 8, [1], [300], 64),
+    (4, 16, [5, 9, 70], [2, 9, 60], 2)])
 def test_paged_attention(bs, hs, news, lengths, splits, dtype, kernels):
     args, plain = pages(bs, 3, hs, news, lengths, dtype)
     got = paged_attention(*args, max(news), splits)
@@ -145,7 +146,11 @@ def test_paged_attention(bs, hs, news, lengths, splits, dtype, kernels):
     error = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for r, (n, length) in enumerate(zip(news, lengths)):
         q, (k, v) = (args[0][args[5][r]:args[5][r + 1]].transpose(0, 1).double().cpu(), [x.double() for x in plain[r]])
-        want = flash.attention_naive(q[None], k[None], v[None])[0][0].transpose(0, 1) if length else q.transpose(0, 1) * 0
+        there = min(n, length)      # queries before the first token see nothing, and give 0
+        want = torch.zeros_like(q).transpose(0, 1)                           # (n, nh, hs)
+        if there:
+            o = flash.attention_naive(q[None, :, n - there:], k[None], v[None])[0][0]
+            want[n - there:] = o.transpose(0, 1)
         for found in (got, reference):
             assert (found[args[5][r]:args[5][r + 1]].double().cpu() - want).abs().max() < error
 
@@ -216,7 +221,7 @@ def test_a_weight_is_drawn_where_the_running_sum_passes(V):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (5, 300, 33), (8, 128, 16), (3, 129, 48), (9, 40, 50)])
+@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (1, 128, 16), (2, 129, 48), (1, 5000, 7), (9, 40, 50)])
 @pytest.mark.parametrize("what", [(), ("norm",), ("bias", "activation"), ("bias", "residual"),
                                   ("shifted norm", "bias", "activation", "residual")])
 def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
@@ -240,7 +245,7 @@ def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
 
 @needs_triton
 @pytest.mark.parametrize("bias,experts", [(True, 0), (False, 0), (True, 3)])
-@pytest.mark.parametrize("N", [1, 9, 30])
+@pytest.mark.parametrize("N", [1, 2, 30])
 def test_the_trunk_is_the_models(bias, experts, N, kernels):
     config = GPTConfig(vocab_size=65, block_size=LIMIT, n_layer=2, n_head=3, n_embd=48, bias=bias, n_expert=experts)
     model = GPT(config, seed=None).to(DEVICE).eval()
