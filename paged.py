@@ -854,9 +854,14 @@ class Engine:
         x = self.forward(self.history[:size].gather(1, (length - 1).clamp(min=0)[:, None])[:, 0],
                          *self.layout(length, length[:, None] - 1, True))    # (size, C)
         tokens = self.tokens(x, length, numbers, shares, how)
-        self.history[:size].scatter_(1, length[:, None], torch.where(runs > 0, tokens.clamp(min=0), 0)[:, None])
+        self.note(length[:, None], tokens.clamp(min=0)[:, None], runs)
         self.length[:size] += runs
         return tokens[:, None]
+
+    def note(self, places, tokens, runs):
+        """Tokens (size, n) go to their places in the rows' contexts, of rows that run."""
+        history = self.history[:len(runs)]
+        history.scatter_(1, places, torch.where(runs[:, None] > 0, tokens, history.gather(1, places)))
 
     def layout(self, length, pos, written):
         """For rows with length (size,) tokens in all, of which those at pos (size, n) are computed: pos (size n,), at

@@ -89,7 +89,23 @@ def speedup(alpha, gamma, c, check=1.0):
 # 2. Drafts: propose(engine, size, how, gamma, length, count) for rows 0 .. size - 1 of the engine, whose texts have
 # length (size,) tokens -> drafts (size, gamma), q (size, gamma, V), count (size,)
 
-class Model:
+class Drafts:
+    """What the engine asks of either kind, beside `propose`; here that of one which keeps nothing."""
+
+    caches, state = (), ()                   # pages, and tensors by row, that a step of decoding changes
+    limit = sys.maxsize                      # of a context's tokens
+
+    def begin(self, rows):
+        """The rows' (int64 tensor) texts are computed but for their newest token."""
+
+    def forward(self, ids, pos, layout):
+        """Tokens of prompts at pos (N,), as Engine.forward."""
+
+    def end(self, size, runs, all_kept):
+        """A round of the rows that run is through."""
+
+
+class Model(Drafts):
     """Drafts by a smaller model. Its keys and values lie in pages of their own, at the target's places: one block table
     serves both.
 
@@ -99,11 +115,17 @@ class Model:
     def __init__(self, model, engine):
         self.model, self.pages, self.limit = model, engine.cache(model), model.config.block_size
         self.behind = torch.zeros(len(engine.table), dtype=torch.bool, device=engine.device)
+        self.caches, self.state = (self.pages,), (self.behind,)
+
+    def begin(self, rows):
+        self.behind[rows] = False
 
     def forward(self, ids, pos, layout):
-        """ids at pos (N,) through the draft's pages -> (N, C)."""
         self.pages.layout = layout
-        return trunk(self.model, ids, pos.clamp(max=self.limit - 1), self.pages)
+        return trunk(self.model, ids, pos.clamp(max=self.limit - 1), self.pages)               # (N, C)
+
+    def end(self, size, runs, all_kept):
+        self.behind[:size] = torch.where(runs > 0, all_kept, self.behind[:size])
 
     def propose(self, engine, size, how, gamma, length, count):
         count = torch.minimum(count, (self.limit - length).clamp(min=0))     # its positions may end earlier
@@ -127,7 +149,7 @@ class Model:
         return torch.stack(drafts, 1), torch.stack(qs, 1), count
 
 
-class Lookup:
+class Lookup(Drafts):
     """Drafts without a model: what followed the longest earlier occurrence of the text's last tokens, of equals the
     latest. It's sure of them: q is 1 for its token. Where nothing occurred before, nothing is drafted."""
 
@@ -187,10 +209,10 @@ class Speculator(Engine):
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
-        return super().caches() + ([self.draft.pages] if isinstance(self.draft, Model) else [])
+        return [*super().caches(), *self.draft.caches]
 
     def state(self):
-        return super().state() + ([self.draft.behind] if isinstance(self.draft, Model) else [])
+        return [*super().state(), *self.draft.state]
 
     def add(self, *args, **kwargs):
         """As Engine.add; a Request's `wrote` says of each token who wrote it: "draft" (and the target kept it), "target"
@@ -223,12 +245,10 @@ class Speculator(Engine):
         super().seat(r, blocks, computed)
         row, text = self.upload([r.row], r.text[r.start:])
         self.history[row[0], :len(text)], self.length[row] = text, len(text)
-        if isinstance(self.draft, Model):
-            self.draft.behind[row] = False
+        self.draft.begin(row)
 
     def forward(self, ids, pos, layout):
-        if isinstance(self.draft, Model):
-            self.draft.forward(ids, pos, layout)
+        self.draft.forward(ids, pos, layout)
         return super().forward(ids, pos, layout)
 
     def key(self, size, requests):
@@ -304,7 +324,7 @@ class Speculator(Engine):
         drafts, q, count = places[:, :0], places.new_zeros(size, 0, self.vocab), length * 0
         if gamma:
             drafts, q, count = self.propose(size, how, gamma)                # (size, gamma), (size, gamma, V), (size,)
-            history.scatter_(1, places[:, :-1], drafts)
+            self.note(places[:, :-1], drafts, runs)
         pos = places - 1 - (gamma - count)[:, None]                          # the last draft comes last
         at, layout = self.layout(length + count, pos, pos >= length[:, None] - 1)
         x = super().forward(history.gather(1, pos.clamp(min=0)).flatten(), at, layout).view(size, gamma + 1, -1)
@@ -317,12 +337,12 @@ class Speculator(Engine):
                     (length + numbers[:, 2])[:, None] + step % max(1, gamma))       # (size, gamma + 1)
         n, token = accept_rows(p, q, drafts, u, count)                       # (size,), (size,)
         finite = logits.amax(-1).isfinite().view(size, -1).all(1)
-        history.scatter_(1, (length + n)[:, None], token[:, None])
+        self.note((length + n)[:, None], token[:, None], runs)
         out = torch.where(step <= n[:, None], history.gather(1, places), DROPPED)
         out = torch.cat([torch.where(finite[:, None], out, -1), count[:, None]], 1)
         self.length[:size] += (n + 1) * runs
-        if isinstance(self.draft, Model):
-            self.draft.behind[:size] = torch.where(runs > 0, (n == gamma) & (gamma > 0), self.draft.behind[:size])
+        if gamma:
+            self.draft.end(size, runs, n == gamma)
         return out
 
 

@@ -1,6 +1,7 @@
 """sample.py as a person uses it, pipes it and breaks it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,57 @@ def test_a_character_is_shown_when_all_its_bytes_are_there():
     assert [decode([i]) for i in ids] == ["", "é", "", "", "日", "", "", "", "🙂"] and decode([], final=True) == ""
     decode = Tokenizer("bytes").decoder()
     assert decode([0xff, 65, 0xe6]) == "\ufffdA" and decode([], final=True) == "\ufffd"
+
+
+# ---- speculation ------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    out = tmp_path_factory.mktemp("draft")
+    (out / "text.txt").write_bytes(bytes(range(256)) * 10)
+    options = [*TINY, "--n_layer=1", "--block_size=16", f"--data={out / 'text.txt'}", f"--out={out}"]
+    assert train.main(options) == 0
+    return out / "ckpt.pt"
+
+
+def speculate(capsys, ckpt, *options):
+    capsys.readouterr()
+    code = sample.main([f"--ckpt={ckpt}", f"--device={DEVICE}", "--dtype=float32", "--max_new_tokens=30", "--speculative",
+                        *options])
+    out, err = capsys.readouterr()
+    assert code == 0 and "Traceback" not in err
+    return out, err
+
+
+@pytest.mark.parametrize("gamma", ["1", "4", "8", "auto"])
+def test_speculation_writes_the_same_greedy_text(ckpt, draft, capsys, gamma):
+    want = write(capsys, ckpt, "--temperature=0", "--prompt=ab", "--num_samples=2")
+    for who in (draft, ckpt, "lookup"):
+        out, err = speculate(capsys, ckpt, f"--draft={who}", f"--gamma={gamma}", "--temperature=0", "--prompt=ab",
+                             "--num_samples=2")
+        assert out == want and f"drafts by {who}" in err and "alpha" in err
+        assert "alpha 1.00" in err or who != ckpt
+
+
+def test_colors_say_who_wrote_what(ckpt, capsys):
+    out, _ = speculate(capsys, ckpt, f"--draft={ckpt}", "--gamma=2", "--temperature=0", "--color", "--prompt=ab")
+    plain = write(capsys, ckpt, "--temperature=0", "--prompt=ab")
+    assert re.sub("\033\\[\\d+m", "", out) == plain and "\033[32m" in out and "\033[34m" in out
+    out, _ = speculate(capsys, ckpt, "--draft=lookup", "--temperature=0", "--color", "--max_new_tokens=3")
+    assert "\033[31m" in out and out.endswith("\033[0m\n")
+
+
+def test_speculation_that_cannot_be(ckpt, ids_ckpt, draft, capsys, tmp_path, monkeypatch):
+    for options in (["--gamma=4"], ["--draft=lookup"], ["--color"]):
+        assert "--speculative" in refused(capsys, f"--ckpt={ckpt}", *options)
+    for gamma in ("0", "-1", "1.5", "many", "65", "²", ""):
+        assert "gamma=" in refused(capsys, f"--ckpt={ckpt}", "--speculative", f"--gamma={gamma}")
+    assert "no such checkpoint" in refused(capsys, f"--ckpt={ckpt}", "--speculative", f"--draft={tmp_path / 'none.pt'}")
+    err = refused(capsys, f"--ckpt={ids_ckpt}", "--speculative", f"--draft={draft}", "--prompt=1")
+    assert "256" in err and "300" in err
+    monkeypatch.chdir(tmp_path)      # where there is no out/draft.pt
+    assert "drafts by lookup" in speculate(capsys, ckpt)[1]
+    assert "longer than it saves" in speculate(capsys, draft, f"--draft={ckpt}")[1]
 
 
 # ---- GPT-2's weights --------------------------------------------------------------------------------------------
