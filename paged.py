@@ -333,13 +333,14 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.
     for k in range(0, K, BLOCK_K):
         at = k + tl.arange(0, BLOCK_K)
         inside = (cols < n)[:, None] & (at < K)[None, :]
-        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)      # (BLOCK_N, BLOCK_K)
+        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)  # (BLOCK_N, BLOCK_K)
         for r in tl.static_range(ROWS):
             x = tl.load(x_ptr + tl.minimum(r, N - 1) * K + at, mask=at < K, other=0.0)
             if NORM:
                 h = x.to(tl.float32)
                 h = tl.where(at < K, h - tl.sum(h, 0) / K, 0.0)
-                h = h * tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5) * tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+                h *= tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5)
+                h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
                 if SHIFT:
                     h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
                 x = h.to(x.dtype)
@@ -356,8 +357,8 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.
 
 
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; a few rows on a GPU as one kernel. The
-    answer overwrites the residual.
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; one row or two on a GPU as one
+    kernel. The answer overwrites the residual.
 
     x (N, K), w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual (N, n) -> (N, n)."""
     N, (n, K) = len(x), w.shape
@@ -443,8 +444,8 @@ def probabilities(logits, temperature, top_k, top_p, how):
 
 def invert(p, u, piece=256):
     """p (b, V) weights, u (b,) in [0, 1) -> (b,) int64: where the running sum of a row passes u of its total, never a
-    weight of 0. For a large V first which piece of it, then where in that: a running sum is made by one multiprocessor a
-    row."""
+    weight of 0. For a large V first which piece of it, then where in that: a running sum is made by one multiprocessor
+    a row."""
     def passed(sums, target):      # the last that adds something is never passed, however sums are rounded
         return ((sums <= target) & (sums < sums[:, -1:])).sum(-1)
     if p.size(1) <= 4 * piece:
@@ -808,14 +809,15 @@ class Engine:
             ids, rows, pos, slots, self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), first,
             who, ends, lengths, self.numbers[who], self.shares[who])
         ids = torch.where(ids < 0, self.history[rows, pos], ids)             # (N,)
-        x = self.forward(ids, pos, Layout(slots, table, length, first, int(counts.max())))[ends]       # (N, C) -> (b, C)
+        x = self.forward(ids, pos, Layout(slots, table, length, first, int(counts.max())))                  # (N, C)
+        x = x[ends]                                                          # (b, C)
         tokens = self.tokens(x, lengths, numbers, shares, self.how(drawn))   # (b,)
         self.history[who, lengths], self.length[who] = tokens.clamp(min=0), lengths + 1
         return drawn, range(len(drawn)), tokens[:, None]
 
     def fork(self, r, computed):
-        """The other samples of a prompt of which `computed` tokens are computed share its blocks. -> those for whom there
-        is a row; the rest wait, and find what is full of it in the pool."""
+        """The other samples of a prompt of which `computed` tokens are computed share its blocks. -> those for whom
+        there is a row; the rest wait, and find what is full of it in the pool."""
         heirs = []
         for heir in r.forks:
             if not self.rows:
@@ -831,7 +833,8 @@ class Engine:
 
     def decode(self, batch):
         """One token from each. -> the requests, where among the tokens theirs is, tokens (rows,). By rows, so that the
-        shapes are those of few graphs; rows without a request have length 0, and write into the block that nobody has."""
+        shapes are those of few graphs; rows without a request have length 0, and write into the block that nobody
+        has."""
         requests = [r for r, _ in batch]
         rows = [r.row for r in requests]
         self.numbers[:, 0] = 0
@@ -865,7 +868,8 @@ class Engine:
 
     def layout(self, length, pos, written):
         """For rows with length (size,) tokens in all, of which those at pos (size, n) are computed: pos (size n,), at
-        least 0, and the Layout. Keys and values go into the rows' blocks where `written` says so, and there is a place."""
+        least 0, and the Layout. Keys and values go into the rows' blocks where `written` says so, and there is a
+        place."""
         size, n = pos.shape
         table, cap = self.on_device[0][:size], torch.minimum(length, self.on_device[1][:size, 1])
         at = pos.clamp(min=0, max=self.limit - 1)
@@ -1010,8 +1014,8 @@ def show_attention(device):
         want = torch_attention(q[1:].transpose(0, 1)[None], keys, values)[0, :, 0]
         print(f"2  attention through a block table: largest difference {(got[1] - want).abs().max():.0e}")
         return
-    print("2  attention through block tables in random order, GB/s of K and V (one / five new tokens), us; torch's cuDNN "
-          "kernel\n   on contiguous keys and values, us")
+    print("2  attention through block tables in random order, one and five new tokens: GB/s of K and V, and time; cuDNN's\n"
+          "   kernel on contiguous keys and values")
     for nh, hs, R, T in ((12, 64, 1, 8192), (12, 64, 1, 32768), (12, 64, 16, 2048), (12, 64, 64, 1024),
                          (12, 64, 64, 4096), (16, 128, 64, 4096)):
         size = 2 * R * T * nh * hs * 2                                       # bytes of K and V
@@ -1027,7 +1031,8 @@ def show_attention(device):
             x = q.view(R, n, nh, hs).transpose(1, 2)                         # (R, nh, n, hs)
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 peer = replayed([lambda kv=kv: F.scaled_dot_product_attention(x, *kv) for kv in zip(keys, values)])
-            line += f"{size / ours / 1e9:8,.0f} GB/s {1e6 * ours:6.1f} us, cuDNN {1e6 * peer:6.1f} ({peer / ours:4.2f});"
+            line += (f"{size / ours / 1e9:8,.0f} GB/s {1e6 * ours:6.1f} us, cuDNN {1e6 * peer:6.1f} "
+                     f"({peer / ours:4.2f});")
         print(line[:-1], flush=True)
         del k, v, keys, values
 
@@ -1131,8 +1136,8 @@ def show_engine(device):
     half = sum(-(-(n + new) // 16) for n in lengths) // 2
     run(f"engine, {4 * R} of {min(lengths)} to {max(lengths)}, half fit", model, many, half, 2 * R)
     if not small:
-        xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600, bias=False), seed=1, device=device).to(torch.bfloat16).eval()
-        run("engine, 1, a model of 1.5B", xl, prompts[:1])
+        xl = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600, bias=False), seed=1, device=device)
+        run("engine, 1, a model of 1.5B", xl.to(torch.bfloat16).eval(), prompts[:1])
 
 
 if __name__ == "__main__":

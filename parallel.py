@@ -1714,8 +1714,9 @@ class Parallel:
         self.flush()
         marks, launched, self.marks, LEDGER.launched = self.marks, LEDGER.launched, None, None
         times = [between(begin, moment) for _, moment in marks]
+        rank = self.mesh.world.ranks[self.mesh.world.rank]
         mine = ([(a, b, action) for a, b, (action, _) in zip(times, times[1:], marks[1:]) if action],
-                [(self.mesh.world.ranks[self.mesh.world.rank], between(begin, at), kind, n) for at, kind, n in launched])
+                [(rank, between(begin, at), kind, n) for at, kind, n in launched])
         everyone = [mine]
         if self.mesh.world.size > 1:
             everyone = [None] * self.mesh.world.size
@@ -1804,7 +1805,7 @@ class Parallel:
 # of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
 # is through, which is why that runs in reverse:
 #
-#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for all k and v; those of k_2, v_2 are whole
+#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for all k, v; those of k_2, v_2 are whole
 #     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: adds to those of k_1, k_0; k_1's are whole now
 #
 # So a layer keeps the sequence's keys and values in one piece each, in which a slice sees what is before its end, and

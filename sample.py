@@ -12,8 +12,8 @@ error.
     python sample.py --speculative --gamma=4 --color
 
 All texts are written at once by the engine of paged.py, which keeps the keys and values of what is written in blocks;
-they come out in the order of the prompts. With --speculative a small model, the draft, guesses ahead, and the model only
-checks (speculate.py): the texts have the same distribution, and at temperature 0 are the same.
+they come out in the order of the prompts. With --speculative a small model, the draft, guesses ahead, and the model
+only checks (speculate.py): the texts have the same distribution, and at temperature 0 are the same.
 """
 
 import signal
@@ -54,12 +54,12 @@ def options():
     p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
     p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
     p.add_argument("--speculative", action="store_true", help="decode speculatively: a draft guesses, the model checks")
-    p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or lookup: "
+    p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or lookup, "
                    "what followed the text's last words before (default: out/draft.pt if it's there, else lookup)")
-    p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, or auto: by how many are kept "
+    p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, or auto, by how many are kept "
                    "and what they cost (default: 4)")
-    p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that was "
-                   "kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
+    p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "
+                   "was kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, "
@@ -102,8 +102,8 @@ def load_draft(args, model, tokenizer, device, dtype):
         raise UserError(f"the draft {path} reads {theirs.kind} and the model {args.ckpt} reads {tokenizer.kind}: they "
                         "must have the same tokens")
     if draft.num_params() > model.num_params():
-        print(f"sample.py: the draft has {draft.num_params():,} parameters and the model {model.num_params():,}: guessing "
-              "will take longer than it saves", file=sys.stderr)
+        print(f"sample.py: the draft has {draft.num_params():,} parameters and the model {model.num_params():,}: "
+              "guessing will take longer than it saves", file=sys.stderr)
     return draft, path
 
 

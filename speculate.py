@@ -45,8 +45,8 @@ def accept(p, q, drafts, generator=None):
     """The heart: which drafts are kept, and the token after them.
 
     p (gamma + 1, V), q (gamma, V): the target's and the draft's probabilities, after temperature, top-k and top-p;
-    drafts (gamma,) int64, x_j drawn from q[j]. -> (n_accepted in 0 .. gamma, next_token), ints: drafts[:n] and next_token
-    are distributed as the target's own tokens. Leviathan et al. 2023, algorithm 1."""
+    drafts (gamma,) int64, x_j drawn from q[j]. -> (n_accepted in 0 .. gamma, next_token), ints: drafts[:n_accepted]
+    and next_token are distributed as the target's own tokens. Leviathan et al. 2023, algorithm 1."""
     gamma = len(drafts)
     u = torch.rand(gamma + 1, generator=generator, dtype=torch.float64, device=p.device)
     for j, x in enumerate(drafts.tolist()):
@@ -215,8 +215,8 @@ class Speculator(Engine):
         return [*super().state(), *self.draft.state]
 
     def add(self, *args, **kwargs):
-        """As Engine.add; a Request's `wrote` says of each token who wrote it: "draft" (and the target kept it), "target"
-        (in the place of a draft, or where there was none), "bonus" (the target, after all drafts were kept)."""
+        """As Engine.add; a Request's `wrote` says of each token who wrote it: "draft" (and the target kept it),
+        "target" (in the place of a draft, or where there was none), "bonus" (the target, after all were kept)."""
         request = super().add(*args, **kwargs)
         for one in request.samples:
             one.wrote = []
@@ -267,9 +267,9 @@ class Speculator(Engine):
         return self.stats["accepted"] / max(1, self.stats["tested"])
 
     def measure(self, size, how, repeats=5):
-        """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and what
-        each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it leaves
-        the state as it was."""
+        """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and
+        what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
+        leaves the state as it was."""
         gamma, state, kept = self.gamma, self.state(), [x.clone() for x in self.state()]
 
         def timed(f, *key):
@@ -310,9 +310,9 @@ class Speculator(Engine):
 
     def propose(self, size, how, gamma):
         """Drafts for rows 0 .. size - 1, as Model and Lookup say, at most as many as there is room for."""
-        numbers = self.on_device[1][:size]
-        length = self.length[:size] * numbers[:, 0]
-        return self.draft.propose(self, size, how, gamma, length, (numbers[:, 1] - length).clamp(0, gamma) * numbers[:, 0])
+        runs, cap = self.on_device[1][:size, :2].unbind(1)
+        length = self.length[:size] * runs
+        return self.draft.propose(self, size, how, gamma, length, (cap - length).clamp(0, gamma) * runs)
 
     def decode_rows(self, size, how, gamma):
         """A round for rows 0 .. size - 1: (size, gamma + 2), tokens, DROPPED where none was kept, and the number of
@@ -347,9 +347,9 @@ class Speculator(Engine):
 
 
 def figures(engine):
-    """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target, predicted
-    and measured; speedup: against plain decoding as `measure` found it, predicted by alpha and c alone, and measured}.
-    None if there was too little to measure."""
+    """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target,
+    predicted and measured; speedup: against plain decoding as `measure` found it, predicted by alpha and c alone, and
+    measured}. None if there was too little to measure."""
     s, alpha = engine.stats, engine.alpha
     if not s["turns"] or not engine.costs:
         return None
@@ -361,17 +361,17 @@ def figures(engine):
 
 def sentence(f, kind):
     """figures as one sentence, and a second one where speculation doesn't pay."""
-    text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of the "
-            f"target (predicted {f['calls'][0]:.2f}); {f['speedup'][1]:.2f} times as fast as plain decoding (predicted "
-            f"{f['speedup'][0]:.2f} with c = {f['c']:.2f})")
+    text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of "
+            f"the target (predicted {f['calls'][0]:.2f}); {f['speedup'][1]:.2f} times as fast as plain decoding "
+            f"(predicted {f['speedup'][0]:.2f} with c = {f['c']:.2f})")
     if f["speedup"][1] >= 1:
         return text
     each = (f["check"] - 1) / f["gamma"]
     best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
     most = speedup(f["alpha"], best, f["c"], 1 + each * best)
     return (f"{text}\nspeculation doesn't pay here: a draft costs {f['c']:.2f} of the target's step, is kept with "
-            f"probability {f['alpha']:.2f}, and adds {each:.2f} to the step that checks it, so that gamma = {best} would be "
-            f"best, with {most:.2f}")
+            f"probability {f['alpha']:.2f}, and adds {each:.2f} to the step that checks it, so that gamma = {best} would "
+            f"be best, with {most:.2f}")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -404,7 +404,8 @@ def show_engine(args, device, dtype):
     T = min(64, target.config.block_size // 4)
     new = min(256, target.config.block_size - T)
     print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n   "
-          f"{'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}{'measured':>10}{'tokens/s':>10}")
+          f"{'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}{'measured':>10}"
+          f"{'tokens/s':>10}")
     for R, temperature in ((1, 0.0), (1, 1.0), (16, 0.0), (16, 1.0)):
         prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, R + 1).astype(int)[1:].tolist()]
         blocks = R * (-(-(T + new) // 16) + 1)
@@ -424,8 +425,8 @@ def show_engine(args, device, dtype):
             taken = run(engine)
             f = figures(engine)
             name = f"{'gamma' if who else 'lookup, gamma'} {gamma}" + (f": {f['gamma']:.1f}" if gamma == "auto" else "")
-            print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}{f['calls'][1]:10.2f}"
-                  f"{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}", flush=True)
+            print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}"
+                  f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}", flush=True)
 
 
 def chapter(argv=None):

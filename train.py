@@ -254,8 +254,8 @@ def parse(argv=None):
     can = (args.device.type == "cuda" and args.dtype != torch.float16 and args.schedule != "pipedream"
            and not (args.dropout and (args.tp > 1 or args.recompute)))
     if args.graph and not can:
-        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, nor dropout under --tp "
-                        "or --recompute")
+        raise UserError("--graph needs a CUDA device, and neither float16, --schedule=pipedream, nor dropout under "
+                        "--tp or --recompute")
     args.graph = can if args.graph is None else args.graph
     return args, start
 
