@@ -1713,6 +1713,7 @@ class Parallel:
         step()
         self.flush()
         marks, launched, self.marks, LEDGER.launched = self.marks, LEDGER.launched, None, None
+        self.recorded = marks, launched      # graphs go on recording these events: they have to stay
         times = [between(begin, moment) for _, moment in marks]
         rank = self.mesh.world.ranks[self.mesh.world.rank]
         mine = ([(a, b, action) for a, b, (action, _) in zip(times, times[1:], marks[1:]) if action],
