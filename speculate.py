@@ -14,7 +14,8 @@ which happens with probability 1 - sum min(p, q) = sum max(0, p - q), from max(0
 Were all kept, the call has one distribution left, and one more token is drawn from it.
 
 If each draft is kept with probability alpha, a call gives (1 - alpha^(gamma + 1)) / (1 - alpha) tokens; if a draft's
-call takes c of a target's, that is done in 1 + c gamma of its time.
+call takes c of a target's, that is done in 1 + c gamma of its time. In truth the target's call on gamma + 1 tokens takes
+a little longer than one on a single token, so that in the place of 1 stands what is measured, `check`.
 
 Papers: Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318); prompt lookup: Saxena 2023.
 
@@ -348,30 +349,31 @@ class Speculator(Engine):
 
 def figures(engine):
     """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target,
-    predicted and measured; speedup: against plain decoding as `measure` found it, predicted by alpha and c alone, and
-    measured}. None if there was too little to measure."""
+    predicted and measured; speedup: against plain decoding as `measure` found it, likewise}. None if there was too
+    little to measure."""
     s, alpha = engine.stats, engine.alpha
     if not s["turns"] or not engine.costs:
         return None
     gamma, (plain, c, more) = s["gammas"] / s["rounds"], list(engine.costs.values())[-1]
     calls = s["written"] / s["rounds"]
-    return dict(alpha=alpha, gamma=gamma, c=c, check=1 + more * gamma, calls=(tokens_a_call(alpha, gamma), calls),
-                speedup=(speedup(alpha, gamma, c), calls * plain * s["turns"] / s["seconds"]))
+    check = 1 + more * gamma
+    return dict(alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
+                speedup=(speedup(alpha, gamma, c, check), calls * plain * s["turns"] / s["seconds"]))
 
 
 def sentence(f, kind):
     """figures as one sentence, and a second one where speculation doesn't pay."""
     text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of "
             f"the target (predicted {f['calls'][0]:.2f}); {f['speedup'][1]:.2f} times as fast as plain decoding "
-            f"(predicted {f['speedup'][0]:.2f} with c = {f['c']:.2f})")
+            f"(predicted {f['speedup'][0]:.2f}: a draft costs c = {f['c']:.2f} of the target's step, and checking makes that "
+            f"{f['check']:.2f} times as long)")
     if f["speedup"][1] >= 1:
         return text
     each = (f["check"] - 1) / f["gamma"]
     best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
     most = speedup(f["alpha"], best, f["c"], 1 + each * best)
-    return (f"{text}\nspeculation doesn't pay here: a draft costs {f['c']:.2f} of the target's step, is kept with "
-            f"probability {f['alpha']:.2f}, and adds {each:.2f} to the step that checks it, so that gamma = {best} would "
-            f"be best, with {most:.2f}")
+    return (f"{text}\nspeculation doesn't pay here: a draft costs {f['c'] + each:.2f} of the target's step, with what "
+            f"checking adds, and is kept with probability {f['alpha']:.2f}; gamma = {best} would be best, with {most:.2f}")
 
 
 # --------------------------------------------------------------------------------------------------------------
