@@ -320,45 +320,32 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. A program
 # asks for all of its part of the matrix at once, and norms the rows while that comes.
 
-FEW = 16      # rows that the kernel takes; for more, the library's products read the matrix as fast
-
-
-@jit
-def norm_rows(x, g_ptr, s_ptr, at, K, SHIFT: tl.constexpr):
-    """Rows of x (rows, BLOCK_K) of which K columns are real -> layer norm of each, in x's dtype."""
-    h = x.to(tl.float32)
-    h = tl.where((at < K)[None, :], h - tl.sum(h, 1)[:, None] / K, 0.0)
-    h *= tl.rsqrt(tl.sum(h * h, 1) / K + 1e-5)[:, None]
-    h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-    if SHIFT:
-        h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-    return h.to(x.dtype)
+FEW = 2      # rows that the kernel takes; for more, the library's products are as fast
 
 
 @jit
 def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
                     SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say; ROWS is 1, 2
-    or, on tensor cores, 16. With NORM a block of K has to hold all of it."""
+    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say. BLOCK_K holds
+    all of K."""
     rows, cols = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    inside = (cols < n)[:, None] & (at < K)[None, :]
+    w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)      # (BLOCK_N, BLOCK_K)
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        at = k + tl.arange(0, BLOCK_K)
-        inside = (cols < n)[:, None] & (at < K)[None, :]
-        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)  # (BLOCK_N, BLOCK_K)
-        if ROWS > 2:
-            x = tl.load(x_ptr + rows[:, None] * K + at[None, :], mask=(rows < N)[:, None] & (at < K)[None, :], other=0.0)
-            if NORM:
-                x = norm_rows(x, g_ptr, s_ptr, at, K, SHIFT)
-            y = tl.dot(x, w.T, y)                                            # (ROWS, BLOCK_N)
-        else:
-            for r in tl.static_range(ROWS):
-                x = tl.load(x_ptr + tl.minimum(r, N - 1) * K + at, mask=at < K, other=0.0)[None, :]         # (1, BLOCK_K)
-                if NORM:
-                    x = norm_rows(x, g_ptr, s_ptr, at, K, SHIFT)
-                part = tl.sum(w.to(tl.float32) * x.to(tl.float32), 1)        # (BLOCK_N,)
-                y += tl.where((rows == r)[:, None], part[None, :], 0.0)
+    for r in tl.static_range(ROWS):
+        x = tl.load(x_ptr + tl.minimum(r, N - 1) * K + at, mask=at < K, other=0.0)
+        if NORM:
+            h = x.to(tl.float32)
+            h = tl.where(at < K, h - tl.sum(h, 0) / K, 0.0)
+            h *= tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5)
+            h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            if SHIFT:
+                h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            x = h.to(x.dtype)
+        part = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)       # (BLOCK_N,)
+        y += tl.where((rows == r)[:, None], part[None, :], 0.0)
     if BIAS:
         y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
     if GELU:
@@ -369,35 +356,22 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.
     tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
 
 
-def few_rows(x, n, norm):
-    """How few_rows_kernel takes x (N, K) to n columns; None if it can't, or the library is as good."""
-    N, K = x.shape
-    whole = triton.next_power_of_2(K)
-    if N <= 2:
-        if whole > 16384:
-            return None
-        return dict(ROWS=N, BLOCK_K=whole, BLOCK_N=max(1, min(16 if n > 16384 else 4, 8192 // whole)), num_warps=4)
-    if x.dtype == torch.float32 or norm and whole > 2048:      # not by tensor cores, or not in one piece
-        return None
-    BLOCK_K = max(16, whole if norm else min(whole, 512))
-    return dict(ROWS=16, BLOCK_K=BLOCK_K, BLOCK_N=64 if n > 16384 and BLOCK_K <= 1024 else 16, num_warps=8 if norm else 4,
-                num_stages=1 if norm else 4)
-
-
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; a few rows on a GPU as one kernel. The
-    answer overwrites the residual.
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; one row or two on a GPU as one
+    kernel. The answer overwrites the residual.
 
     x (N, K), w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual (N, n) -> (N, n)."""
     N, (n, K) = len(x), w.shape
-    how = few_rows(x, n, norm) if 0 < N <= FEW and has_kernels(x) else None
-    if how:
+    if 0 < N <= FEW and has_kernels(x) and K <= 16384:
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
+        BLOCK_K = triton.next_power_of_2(K)
+        BLOCK_N = max(1, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
         with torch.cuda.device_of(x):
-            few_rows_kernel[(triton.cdiv(n, how["BLOCK_N"]),)](
+            few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
                 x, w, b, gain, shift, y, N, n, K, BIAS=b is not None, NORM=norm is not None,
-                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, **how)
+                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None,
+                ROWS=N, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4)
         return y
     x = norm(x) if norm else x
     if residual is not None and not activation:      # the library adds to what is there

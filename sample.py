@@ -193,7 +193,7 @@ def run(argv):
           f"{device} in {str(dtype).split('.')[1]}", file=sys.stderr)
     if args.speculative:
         found = figures(engine)
-        print(sentence(found, kind) if found else f"drafts by {kind}: too little text to measure", file=sys.stderr)
+        print(sentence(found, kind) if found else f"drafts by {kind}: none were asked for", file=sys.stderr)
 
 
 def main(argv=None):

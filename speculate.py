@@ -26,6 +26,7 @@ Reads top to bottom: acceptance for one text, for many; where drafts come from; 
 What it can't do: trees of drafts; draft and target on different devices.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -349,24 +350,26 @@ class Speculator(Engine):
 
 def figures(engine):
     """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target,
-    predicted and measured; speedup: against plain decoding as `measure` found it, likewise}. None if there was too
-    little to measure."""
+    predicted and measured; speedup: against plain decoding as `measure` found it, likewise}. Times are NaN where there
+    was too little to measure; None if there was no round at all."""
     s, alpha = engine.stats, engine.alpha
-    if not s["turns"] or not engine.costs:
+    if not s["rounds"]:
         return None
-    gamma, (plain, c, more) = s["gammas"] / s["rounds"], list(engine.costs.values())[-1]
-    calls = s["written"] / s["rounds"]
-    check = 1 + more * gamma
+    plain, c, more = list(engine.costs.values())[-1] if engine.costs else [math.nan] * 3
+    gamma, calls = s["gammas"] / s["rounds"], s["written"] / s["rounds"]
+    check, each = 1 + more * gamma, s["seconds"] / s["turns"] if s["turns"] else math.nan
     return dict(alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
-                speedup=(speedup(alpha, gamma, c, check), calls * plain * s["turns"] / s["seconds"]))
+                speedup=(speedup(alpha, gamma, c, check), calls * plain / each))
 
 
 def sentence(f, kind):
     """figures as one sentence, and a second one where speculation doesn't pay."""
     text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of "
-            f"the target (predicted {f['calls'][0]:.2f}); {f['speedup'][1]:.2f} times as fast as plain decoding "
-            f"(predicted {f['speedup'][0]:.2f}: a draft costs c = {f['c']:.2f} of the target's step, and checking makes that "
-            f"{f['check']:.2f} times as long)")
+            f"the target (predicted {f['calls'][0]:.2f})")
+    if math.isnan(f["speedup"][1]):
+        return f"{text}; too little text to measure the time"
+    text += (f"; {f['speedup'][1]:.2f} times as fast as plain decoding (predicted {f['speedup'][0]:.2f}: a draft costs "
+             f"c = {f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
     if f["speedup"][1] >= 1:
         return text
     each = (f["check"] - 1) / f["gamma"]

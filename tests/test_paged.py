@@ -221,8 +221,7 @@ def test_a_weight_is_drawn_where_the_running_sum_passes(V):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (2, 129, 48), (1, 5000, 7), (3, 40, 50), (5, 1000, 33),
-                                   (16, 129, 16), (17, 40, 50)])
+@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (1, 128, 16), (2, 129, 48), (1, 5000, 7), (9, 40, 50)])
 @pytest.mark.parametrize("what", [(), ("norm",), ("bias", "activation"), ("bias", "residual"),
                                   ("shifted norm", "bias", "activation", "residual")])
 def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
