@@ -1062,7 +1062,8 @@ def seconds(f, device, repeats=3):
 
 
 def serve(engine, prompts, new, temperature=0.0):
-    """Has the engine write `new` tokens after each prompt. -> seconds in all, and of a step in which all decode."""
+    """Has the engine write `new` tokens after each prompt. -> seconds in all, and of a step in which all decode; the
+    requests."""
     requests = [engine.add(prompt, new, temperature, seed=i) for i, prompt in enumerate(prompts)]
     begin, inside = time.perf_counter(), []
     while engine.busy:
@@ -1070,7 +1071,7 @@ def serve(engine, prompts, new, temperature=0.0):
         engine.step()
         if full and all(r.state == "running" for r in requests):
             inside.append(time.perf_counter() - started)
-    return time.perf_counter() - begin, float(np.median(inside)) if inside else math.nan
+    return time.perf_counter() - begin, float(np.median(inside)) if inside else math.nan, requests
 
 
 def replay_seconds(engine, n):
@@ -1108,7 +1109,7 @@ def show_engine(device):
         for _ in range(2):      # the first compiles and captures
             engine.pool = BlockPool(len(engine.pool.users), 16)              # nothing found from the run before
             before = dict(engine.stats)
-            taken, step = serve(engine, prompts, new)
+            taken, step, _ = serve(engine, prompts, new)
         row(name, model, [len(p) + new / 2 for p in prompts[:rows]], new * len(prompts) / rows,
             engine.stats["computed"] - before["computed"], taken, step,
             replay_seconds(engine, rows) if engine.graph else math.nan)

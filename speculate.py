@@ -400,6 +400,22 @@ def show_acceptance(n=100_000, V=50, gamma=4):
               f"{kept.float().mean() + 1:10.3f}{((first - p).abs() / (p / n).sqrt()).max():43.1f}")
 
 
+@torch.inference_mode()
+def divergences(model, plain, other):
+    """Where two greedy texts of a prompt, Requests, first differ: [(place, difference of the two best logits there, the
+    step between numbers of that size in the model's dtype)] of the pairs that do. Rounding differs with the number of
+    tokens in a call, so that in 16 bits either of two nearly equal tokens may come first."""
+    found = []
+    for a, b in zip(plain, other):
+        at = next((i for i, (x, y) in enumerate(zip(a.text, b.text)) if x != y), None)
+        if at is not None:
+            idx = torch.tensor([a.text[:at]], device=model.table.device)
+            best = model(idx)[0, -1].topk(2).values.float()
+            exponent = math.floor(math.log2(max(float(best.abs().max()), 1e-30)))
+            found.append((at - a.prompt, float(best[0] - best[1]), torch.finfo(model.table.dtype).eps * 2.0 ** exponent))
+    return found
+
+
 def show_engine(args, device, dtype):
     """Decoding with and without drafts, the same prompts, by our own engine."""
     target, tokenizer = load_model(args.ckpt, device, dtype)
@@ -419,19 +435,24 @@ def show_engine(args, device, dtype):
             for _ in range(2):      # the first captures
                 engine.pool = type(engine.pool)(blocks, 16)
                 engine.stats.update(dict.fromkeys(engine.stats, 0))
-                taken, _ = serve(engine, prompts, new, temperature)
-            return taken
-        plain = run(Engine(target, blocks, 16, R))
+                taken, _, texts = serve(engine, prompts, new, temperature)
+            return taken, texts
+        (plain, want), apart, count = run(Engine(target, blocks, 16, R)), [], 0
         name = f"batch {R}, temperature {temperature:.0f}"
         print(f"   {name:22}{'plain':>6}{'':58}{R * new / plain:10,.0f}", flush=True)
         for who, gamma in [(draft, gamma) for gamma in args.gammas] + [(draft, "auto"), (None, 4)]:
             engine = Speculator(target, blocks, 16, R, draft=who, gamma=gamma)
             engine.timing = True
-            taken = run(engine)
-            f = figures(engine)
+            taken, texts = run(engine)
+            f, count = figures(engine), count + R
+            apart += divergences(target, want, texts) if temperature == 0 else []
             name = f"{'gamma' if who else 'lookup, gamma'} {gamma}" + (f": {f['gamma']:.1f}" if gamma == "auto" else "")
             print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}"
                   f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}", flush=True)
+        if temperature == 0:
+            most = max((gap / step for _, gap, step in apart), default=0)
+            print(f"   {len(apart)} of {count} texts differ from the plain ones" + (
+                f": first where the two best logits are at most {most:.1f} steps of {dtype} apart" if apart else ""))
 
 
 def chapter(argv=None):

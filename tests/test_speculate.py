@@ -9,8 +9,9 @@ import torch
 from conftest import DEVICE
 
 from model import GPT, GPTConfig, UserError, distribution
-from paged import ContiguousCache, invert
-from speculate import Lookup, Speculator, accept, accept_rows, figures, sentence, speedup, tokens_a_call
+from paged import ContiguousCache, Engine, invert
+from speculate import (Lookup, Speculator, accept, accept_rows, divergences, figures, sentence, speedup,
+                       tokens_a_call)
 
 LIMIT = 40      # the target's block_size
 EACH = [dict(temperature=t, **more) for t in (0.5, 1.0, 2.0) for more in ({}, dict(top_k=3), dict(top_p=0.7))]
@@ -329,3 +330,30 @@ def test_measuring_changes_nothing(target, lag):
         assert measured["alpha"] == engine.alpha and all(x > 0 for x in (*measured["calls"], *measured["speedup"]))
         assert "doesn't pay" in sentence(dict(measured, speedup=(2.0, 0.75)), "x")
         assert "doesn't pay" not in sentence(dict(measured, speedup=(2.0, 1.75)), "x")
+
+
+def test_where_greedy_texts_part_is_found(target):
+    engine = Speculator(target, 50, 4, draft=target, gamma=2)
+    a, b = engine.add(ids(5), 10, 0.0), engine.add(ids(5), 10, 0.0)
+    drain(engine)
+    b.text = a.text[:]
+    assert divergences(target, [a], [b]) == []
+    b.text[9] = (a.text[9] + 1) % 65
+    (at, gap, step), = divergences(target, [a], [b])
+    logits = target(torch.tensor([a.text[:9]], device=DEVICE))[0, -1].sort(descending=True).values.tolist()
+    assert at == 4 and abs(gap - (logits[0] - logits[1])) < 1e-4 and 0 < step < 1e-5
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="bfloat16 on a GPU")
+def test_in_16_bits_greedy_texts_part_only_where_two_logits_are_alike(target):
+    model, prompts = target.to(torch.bfloat16), [ids(random.randrange(1, 20)) for _ in range(50)]
+    try:
+        texts = []
+        for engine in (Engine(model, 400, 4), Speculator(model, 400, 4, draft=model, gamma=4)):
+            texts.append([engine.add(prompt, 20, 0.0) for prompt in prompts])
+            drain(engine)
+        apart = divergences(model, *texts)
+        print(f"{len(apart)} of 50 texts differ")
+        assert len(apart) < 25 and all(gap <= 6 * step for _, gap, step in apart), apart
+    finally:
+        target.to(torch.float32)
