@@ -17,7 +17,8 @@ prefill (Agrawal et al. 2024, 2403.02310); split over the context (Dao et al. 20
     python paged.py                                  the chapter's claims, predicted beside measured
     python sample.py --num_samples=64                the engine in use
 
-Reads top to bottom: the naive cache and what it wastes, blocks, attention through block tables, sampling, the engine.
+Reads top to bottom: the naive cache and what it wastes, blocks, attention through block tables, a block in few kernels,
+sampling, the engine.
 What it can't do: more than one GPU, a model that isn't in float32, bfloat16 or float16 on CUDA.
 """
 
