@@ -42,6 +42,8 @@ import math
 import os
 import pickle
 import re
+import signal
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -698,7 +700,10 @@ def read_config(path):
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise UserError(f"{path} has resid_pdrop={dropout!r}, which must be a number")
     end = given.get("eos_token_id", 50256)
-    config = GPTConfig(**sizes, dropout=dropout, tied=bool(given.get("tie_word_embeddings", True)))
+    try:
+        config = GPTConfig(**sizes, dropout=dropout, tied=bool(given.get("tie_word_embeddings", True)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return config, end if type(end) is int and 0 <= end < config.vocab_size else None
 
 
@@ -719,6 +724,11 @@ class Weights:
                 raise UserError(f"{file} ({size} bytes) is not a safetensors file, or not a whole one") from None
             found |= {key.removeprefix("transformer."): (tensors, key) for key in tensors.keys()}
         self.found, self.rows = {}, {}
+        layers, wide = sum(key.endswith(".ln_1.weight") for key in found), found.get("ln_f.weight")
+        wide = wide[0].get_slice(wide[1]).get_shape() if wide else [config.n_embd]
+        if config.n_layer > layers or wide != [config.n_embd]:      # a model of any size may be asked for
+            raise UserError(f"{folder} holds {layers} layers of {wide}, and its config.json asks for {config.n_layer} "
+                            f"of [{config.n_embd}]")
         for name, p in GPT(config, seed=None, device="meta").named_parameters():
             key, flipped = theirs(name)
             self.rows[name] = len(p)
@@ -799,10 +809,29 @@ def write_folder(model, folder, tokenizer):
         file.write(len(text).to_bytes(8, "little") + text)
         for _, x in parts:
             file.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):      # of what was here before
+        if not tokenizer or folder / name not in tokenizer.files():
+            (folder / name).unlink(missing_ok=True)
     if tokenizer:
         tokenizer.copy_to(folder)
+        if tokenizer.kind == "bytes" and config.vocab_size >= 256:
+            with replacing(folder / "tokenizer.json") as file:
+                file.write(json.dumps(bytes_as_pairs()).encode())
     with replacing(folder / "config.json") as file:
         file.write(json.dumps(about, indent=2).encode() + b"\n")
+
+
+def bytes_as_pairs():
+    """What stands in tokenizer.json for the kind "bytes": byte pairs without any pair. GPT-2 writes a byte that doesn't
+    print as the character 256 + how many such there were before."""
+    prints, letters = [*range(33, 127), *range(161, 173), *range(174, 256)], {}
+    for byte in range(256):
+        letters[chr(byte if byte in prints else 256 + byte - sum(b < byte for b in prints))] = byte
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    return dict(version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=None, pre_tokenizer=level,
+                post_processor=None, decoder=level, model=dict(
+                    type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="", end_of_word_suffix="",
+                    fuse_unk=False, vocab=letters, merges=[]))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1029,3 +1058,28 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message):
         raise UserError(message)      # said where every other mistake is said: once, whatever the number of processes
+
+
+def program(name, run, argv=None):
+    """run(argv) as a program whose text goes to standard output. -> the exit code: 2 and a sentence for what the user
+    can mend, 1 for what broke on the way; 130 after Ctrl-C, 141 when the reader of a pipe has left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us: print would take stdout
+    try:
+        if sys.stdout is None:
+            raise UserError("standard output is closed, and the text has nowhere to go")
+        run(argv)
+        sys.stdout.flush()
+        return 0
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is still buffered goes nowhere
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"{name}: the text can't be written: {error.strerror}", file=sys.stderr)
+        return 1

@@ -328,8 +328,8 @@ FEW = 2      # rows that the kernel takes; for more, the library's products are 
 def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
                     SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say. BLOCK_K holds
-    all of K."""
+    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say. BLOCK_K
+    holds all of K."""
     rows, cols = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     inside = (cols < n)[:, None] & (at < K)[None, :]
@@ -367,7 +367,7 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
         BLOCK_K = triton.next_power_of_2(K)
-        BLOCK_N = max(1, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
+        BLOCK_N = max(2, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
         with torch.cuda.device_of(x):
             few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
                 x, w, b, gain, shift, y, N, n, K, BIAS=b is not None, NORM=norm is not None,
@@ -1015,8 +1015,8 @@ def show_attention(device):
         want = torch_attention(q[1:].transpose(0, 1)[None], keys, values)[0, :, 0]
         print(f"2  attention through a block table: largest difference {(got[1] - want).abs().max():.0e}")
         return
-    print("2  attention through block tables in random order, one and five new tokens: GB/s of K and V, and time; cuDNN's\n"
-          "   kernel on contiguous keys and values")
+    print("2  attention through block tables in random order, one and five new tokens: GB/s of K and V, and time;\n"
+          "   cuDNN's kernel on contiguous keys and values")
     for nh, hs, R, T in ((12, 64, 1, 8192), (12, 64, 1, 32768), (12, 64, 16, 2048), (12, 64, 64, 1024),
                          (12, 64, 64, 4096), (16, 128, 64, 4096)):
         size = 2 * R * T * nh * hs * 2                                       # bytes of K and V

@@ -21,7 +21,6 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)      # Ctrl-C while torch is being imported: no traceback
 
-import os
 import sys
 import time
 from itertools import groupby
@@ -30,9 +29,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype
+from model import (DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype, program)
 from paged import Engine
-from speculate import Speculator, figures, sentence
+from speculate import Speculator, check_pair, figures, sentence
 
 COLORS = {"draft": "\033[32m", "target": "\033[31m", "bonus": "\033[34m"}      # green, red, blue
 
@@ -54,10 +53,10 @@ def options():
     p.add_argument("--top_p", type=float, help="draw among the fewest tokens that together have this probability")
     p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
     p.add_argument("--speculative", action="store_true", help="decode speculatively: a draft guesses, the model checks")
-    p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or lookup, "
-                   "what followed the text's last words before (default: out/draft.pt if it's there, else lookup)")
-    p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, or auto, by how many are kept "
-                   "and what they cost (default: 4)")
+    p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or "
+                   "lookup, what followed the text's last words before (default: out/draft.pt if it's there, else lookup)")
+    p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, 1 to 64; or auto, up to 8, "
+                   "by how many are kept and what they cost here, on which a text that is drawn then depends (default: 4)")
     p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "
                    "was kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
@@ -94,13 +93,16 @@ def read_prompts(args):
 
 def load_draft(args, model, tokenizer, device, dtype):
     """-> the draft model, None for lookup; and its name. Raises UserError for one that can't guess for the model."""
-    path = args.draft or ("out/draft.pt" if Path("out/draft.pt").is_file() else "lookup")
+    path = args.draft
+    if path is None:
+        path = "out/draft.pt" if Path("out/draft.pt").is_file() else "lookup"
     if path == "lookup":
         return None, "lookup"
     draft, theirs = load_model(path, device, dtype)
-    if {tokenizer.kind, theirs.kind} == {"bytes", "gpt2"}:      # token ids without their text may be anybody's
-        raise UserError(f"the draft {path} reads {theirs.kind} and the model {args.ckpt} reads {tokenizer.kind}: they "
-                        "must have the same tokens")
+    check_pair(model, tokenizer, args.ckpt, draft, theirs, path)
+    if draft.config.block_size < model.config.block_size:
+        print(f"sample.py: the draft's context ends at {draft.config.block_size} tokens and the model's at "
+              f"{model.config.block_size}: past that there are no drafts", file=sys.stderr)
     if draft.num_params() > model.num_params():
         print(f"sample.py: the draft has {draft.num_params():,} parameters and the model {model.num_params():,}: "
               "guessing will take longer than it saves", file=sys.stderr)
@@ -164,7 +166,7 @@ def check(args):
             raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
     check_sampling(args.temperature, args.top_k, args.top_p)
     for name in ("draft", "gamma", "color"):
-        if getattr(args, name) and not args.speculative:
+        if getattr(args, name) not in (None, False) and not args.speculative:
             raise UserError(f"--{name} is for --speculative")
     if args.gamma is None:
         args.gamma = 4
@@ -172,8 +174,6 @@ def check(args):
         if not args.gamma.isascii() or not args.gamma.isdigit() or not 1 <= int(args.gamma) <= 64:
             raise UserError(f"gamma={args.gamma} must be a number from 1 to 64, or auto")
         args.gamma = int(args.gamma)
-    if sys.stdout is None:
-        raise UserError("standard output is closed, and the text has nowhere to go")
 
 
 def run(argv):
@@ -188,7 +188,7 @@ def run(argv):
     sys.stdout.reconfigure(errors="replace")      # a terminal that can't show a character shows a question mark
     start = time.perf_counter()
     tokens, engine = write_samples(model, tokenizer, draft, args)
-    taken = time.perf_counter() - start
+    taken = time.perf_counter() - start - engine.stats.get("measuring", 0.0)
     print(f"{tokens} tokens in {taken:.2f} s, {tokens / taken:,.0f} tokens/s: {model.num_params():,} parameters on "
           f"{device} in {str(dtype).split('.')[1]}", file=sys.stderr)
     if args.speculative:
@@ -197,25 +197,7 @@ def run(argv):
 
 
 def main(argv=None):
-    """The program. A sentence and exit code 2 for what the user can mend, 1 for what broke on the way; 130 after
-    Ctrl-C, 141 when the reader of a pipe has left."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stderr = sys.stderr or open(os.devnull, "w")      # closed by whoever started us: print would take stdout
-    try:
-        run(argv)
-        return 0
-    except UserError as error:
-        print(f"sample.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is still buffered goes nowhere
-        if isinstance(error, BrokenPipeError):
-            return 141
-        print(f"sample.py: the text can't be written: {error.strerror}", file=sys.stderr)
-        return 1
+    return program("sample.py", run, argv)
 
 
 if __name__ == "__main__":

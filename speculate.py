@@ -14,8 +14,8 @@ which happens with probability 1 - sum min(p, q) = sum max(0, p - q), from max(0
 Were all kept, the call has one distribution left, and one more token is drawn from it.
 
 If each draft is kept with probability alpha, a call gives (1 - alpha^(gamma + 1)) / (1 - alpha) tokens; if a draft's
-call takes c of a target's, that is done in 1 + c gamma of its time. In truth the target's call on gamma + 1 tokens takes
-a little longer than one on a single token, so that in the place of 1 stands what is measured, `check`.
+call takes c of a target's, that is done in 1 + c gamma of its time. In truth the target's call on gamma + 1 tokens
+takes a little longer than one on a single token, so that in the place of 1 stands what is measured, `check`.
 
 Papers: Leviathan et al. 2023 (2211.17192), Chen et al. 2023 (2302.01318); prompt lookup: Saxena 2023.
 
@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype
+from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
 from paged import Engine, invert, linear, probabilities, seconds, serve, trunk, uniform
 
 DROPPED = -2      # in the place of a token that wasn't kept
@@ -189,6 +189,18 @@ DRAFTS, TESTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 # and overwritten: truncation is a smaller number. How many tokens a round gave is known on the device, which begins the
 # next from it; the host learns it one round later, and until then reckons with all.
 
+def check_pair(target, its, path, draft, theirs, draft_path):
+    """UserError unless target and draft, GPTs, have the same tokens, by their Tokenizers `its` and `theirs`."""
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise UserError(f"the draft {draft_path} has {draft.config.vocab_size} ids and the model {path} has "
+                        f"{target.config.vocab_size}: they must have the same tokens")
+    kinds = {its.kind, theirs.kind}
+    same = "ids" in kinds or len(kinds) == 1      # ids without their text may be anybody's
+    if not same or kinds == {"gpt2"} and its.pairs.get_vocab() != theirs.pairs.get_vocab():
+        raise UserError(f"the draft {draft_path} ({theirs.file or theirs.kind}) and the model {path} "
+                        f"({its.file or its.kind}) read text differently: they must have the same tokens")
+
+
 class Speculator(Engine):
     """An Engine that decodes speculatively: what it writes has the target's distribution, and is its greedy text at
     temperature 0.
@@ -207,7 +219,7 @@ class Speculator(Engine):
         self.gamma = min(4, self.ahead) if self.auto else gamma
         super().__init__(model, num_blocks, *args, **kwargs)
         self.draft = Lookup() if draft is None else Model(draft, self)
-        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, turns=0, seconds=0.0)
+        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, turns=0, seconds=0.0, measuring=0.0)
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
@@ -256,19 +268,22 @@ class Speculator(Engine):
     def key(self, size, requests):
         size, how = super().key(size, requests)
         if self.timing and size not in self.costs:
+            begin = time.perf_counter()
             self.costs[size] = self.measure(size, how)
+            self.stats["measuring"] += time.perf_counter() - begin
         if self.auto and self.stats["tested"]:
             _, c, more = self.costs[size]
             self.gamma = max(range(1, self.ahead + 1), key=lambda n: speedup(self.alpha, n, c, 1 + more * n))
         self.decoding = size
-        return size, how, self.gamma
+        beyond = all(len(r.text) - r.start >= self.draft.limit for r in requests)      # where the draft can't follow
+        return size, how, 0 if beyond else self.gamma
 
     @property
     def alpha(self):
         """The share of the drafts looked at that was kept."""
         return self.stats["accepted"] / max(1, self.stats["tested"])
 
-    def measure(self, size, how, repeats=5):
+    def measure(self, size, how, repeats=3):
         """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and
         what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
         leaves the state as it was."""
@@ -281,7 +296,7 @@ class Speculator(Engine):
                     for x, was in zip(state, kept):
                         x.copy_(was)
             with torch.inference_mode():
-                return seconds(run, self.device) / repeats
+                return seconds(run, self.device, 2) / repeats
         plain, drafts, both = (timed(f, size, how, n) for f, n in (
             (self.decode_rows, 0), (self.propose, gamma), (self.decode_rows, gamma)))
         return plain, drafts / gamma / plain, max(0.0, both - drafts - plain) / gamma / plain
@@ -301,7 +316,7 @@ class Speculator(Engine):
         tokens = [token for token in tokens if token != DROPPED]
         n = len(tokens) - 1
         if r.state == "running":      # else it let go of all that it had computed
-            r.computed = length + n - (n == gamma)
+            r.computed = length + n - (0 < gamma == n)
         super().take(r, tokens)
         r.wrote += (["draft"] * n + ["bonus" if 0 < count == n else "target"])[:len(r.text) - before]
         for name, value in (("rounds", 1), ("accepted", n), ("tested", min(n + 1, count)), ("gammas", gamma),
@@ -372,11 +387,12 @@ def sentence(f, kind):
              f"c = {f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
     if f["speedup"][1] >= 1:
         return text
-    each = (f["check"] - 1) / f["gamma"]
+    each = (f["check"] - 1) / max(f["gamma"], 1e-9)
     best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
     most = speedup(f["alpha"], best, f["c"], 1 + each * best)
-    return (f"{text}\nspeculation doesn't pay here: a draft costs {f['c'] + each:.2f} of the target's step, with what "
-            f"checking adds, and is kept with probability {f['alpha']:.2f}; gamma = {best} would be best, with {most:.2f}")
+    advice = f"gamma = {best} might, with {most:.2f}" if most > 1 else "leave out --speculative"
+    return (f"{text}\nspeculation didn't pay here: a draft costs {f['c'] + each:.2f} of the target's step, with what "
+            f"checking adds, and is kept with probability {f['alpha']:.2f}; {advice}")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -411,22 +427,20 @@ def divergences(model, plain, other):
         if at is not None:
             idx = torch.tensor([a.text[:at]], device=model.table.device)
             best = model(idx)[0, -1].topk(2).values.float()
-            exponent = math.floor(math.log2(max(float(best.abs().max()), 1e-30)))
-            found.append((at - a.prompt, float(best[0] - best[1]), torch.finfo(model.table.dtype).eps * 2.0 ** exponent))
+            size = 2.0 ** math.floor(math.log2(max(float(best.abs().max()), 1e-30)))
+            found.append((at - a.prompt, float(best[0] - best[1]), torch.finfo(model.table.dtype).eps * size))
     return found
 
 
-def show_engine(args, device, dtype):
+def show_engine(target, tokenizer, draft, gammas, device, dtype):
     """Decoding with and without drafts, the same prompts, by our own engine."""
-    target, tokenizer = load_model(args.ckpt, device, dtype)
-    draft = load_model(args.draft, device, dtype)[0]
     text, V = Path(__file__).read_text(), target.config.vocab_size
     ids = [i % V for i in (tokenizer.encode(text) if tokenizer.kind != "ids" else range(9999))]
-    T = min(64, target.config.block_size // 4)
-    new = min(256, target.config.block_size - T)
-    print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n   "
-          f"{'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}{'measured':>10}"
-          f"{'tokens/s':>10}")
+    T = max(1, min(64, target.config.block_size // 4))
+    new = max(1, min(256, target.config.block_size - T))
+    print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n"
+          f"   {'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}"
+          f"{'measured':>10}{'tokens/s':>10}")
     for R, temperature in ((1, 0.0), (1, 1.0), (16, 0.0), (16, 1.0)):
         prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, R + 1).astype(int)[1:].tolist()]
         blocks = R * (-(-(T + new) // 16) + 1)
@@ -440,7 +454,7 @@ def show_engine(args, device, dtype):
         (plain, want), apart, count = run(Engine(target, blocks, 16, R)), [], 0
         name = f"batch {R}, temperature {temperature:.0f}"
         print(f"   {name:22}{'plain':>6}{'':58}{R * new / plain:10,.0f}", flush=True)
-        for who, gamma in [(draft, gamma) for gamma in args.gammas] + [(draft, "auto"), (None, 4)]:
+        for who, gamma in [(draft, gamma) for gamma in gammas] + [(draft, "auto"), (None, 4)]:
             engine = Speculator(target, blocks, 16, R, draft=who, gamma=gamma)
             engine.timing = True
             taken, texts = run(engine)
@@ -448,7 +462,8 @@ def show_engine(args, device, dtype):
             apart += divergences(target, want, texts) if temperature == 0 else []
             name = f"{'gamma' if who else 'lookup, gamma'} {gamma}" + (f": {f['gamma']:.1f}" if gamma == "auto" else "")
             print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}"
-                  f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}", flush=True)
+                  f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}",
+                  flush=True)
         if temperature == 0:
             most = max((gap / step for _, gap, step in apart), default=0)
             print(f"   {len(apart)} of {count} texts differ from the plain ones" + (
@@ -456,24 +471,27 @@ def show_engine(args, device, dtype):
 
 
 def chapter(argv=None):
-    p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0])
-    p.add_argument("--ckpt", default="out/ckpt.pt", help="the target (default: out/ckpt.pt)")
-    p.add_argument("--draft", default="out/draft.pt", help="the draft (default: out/draft.pt)")
+    p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0], epilog="c: what a draft costs in terms of "
+                "the target's step; check: the target's call on gamma + 1 tokens, likewise")
+    p.add_argument("--ckpt", help="the target, a checkpoint or a folder (default: out/ckpt.pt)")
+    p.add_argument("--draft", help="the draft, likewise (default: out/draft.pt)")
     p.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6, 8], help="(default: 1 2 4 6 8)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: auto)")
     args = p.parse(argv)
-    device = pick_device(args.device)
-    show_acceptance()
-    if Path(args.ckpt).exists() and Path(args.draft).exists():
-        show_engine(args, device, pick_dtype(args.dtype, device))
+    if min(args.gammas) < 1:
+        raise UserError(f"gammas={min(args.gammas)} must be at least 1")
+    device, pair = pick_device(args.device), (args.ckpt or "out/ckpt.pt", args.draft or "out/draft.pt")
+    dtype, given = pick_dtype(args.dtype, device), args.ckpt or args.draft
+    if given or all(Path(path).exists() for path in pair):
+        (target, its), (draft, theirs) = (load_model(path, device, dtype) for path in pair)
+        check_pair(target, its, pair[0], draft, theirs, pair[1])
+        show_acceptance()
+        show_engine(target, its, draft, args.gammas, device, dtype)
     else:
-        print(f"2  decoding wants a target and a draft, {args.ckpt} and {args.draft}: python train.py makes both")
+        show_acceptance()
+        print(f"2  decoding wants a target and a draft, {pair[0]} and {pair[1]}: python train.py makes both")
 
 
 if __name__ == "__main__":
-    try:
-        chapter()
-    except UserError as error:
-        print(f"speculate.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(program("speculate.py", chapter))

@@ -481,13 +481,13 @@ def tokenizer_beside(path, vocab_size):
 
 def write_tokens(text, path, tokenizer, vocab_size, dtype):
     """Writes the ids of the file `text` to `path`, unless they are there already: the digests of the text and of the
-    tokenizer's files stand in a file beside it. Raises UserError for ids that the model hasn't."""
+    tokenizer's files, and the bytes, stand in a file beside it. Raises UserError for ids that the model hasn't."""
     read_array(text, np.uint8)      # it's a file, and not empty
     about, digests = path.with_suffix(".json"), []
     for file in (text, *tokenizer.files()):
         with open(file, "rb") as raw:
             digests.append(hashlib.file_digest(raw, "sha256").hexdigest())
-    if path.is_file() and about.is_file() and about.read_text() == json.dumps(digests):
+    if path.is_file() and about.is_file() and about.read_text() == json.dumps([*digests, path.stat().st_size]):
         return
     about.unlink(missing_ok=True)      # before the ids change, and written after
     with replacing(path) as out, tqdm(total=text.stat().st_size, desc="reading text", unit="B", unit_scale=True,
@@ -499,7 +499,7 @@ def write_tokens(text, path, tokenizer, vocab_size, dtype):
             out.write(np.array(ids, dtype).tobytes())
             bar.update(len(piece.encode()))
     with replacing(about) as file:
-        file.write(json.dumps(digests).encode())
+        file.write(json.dumps([*digests, path.stat().st_size]).encode())
 
 
 def pieces(path, size=2 ** 20):

@@ -630,6 +630,22 @@ def test_the_tokenizer_goes_along(safetensors, tmp_path):
         assert tokenizer.kind == "gpt2" and tokenizer.end == 261 and tokenizer.start(262) == 261
 
 
+def test_bytes_are_byte_pairs_without_a_pair(safetensors, tmp_path):
+    """A folder's tokenizer is that of what was saved there last, and one of bytes can be written down too."""
+    pytest.importorskip("tokenizers", reason="reading text needs the library tokenizers")
+    write_tokenizer(tmp_path / "x")
+    write_tokenizer(tmp_path / "x", old=True)
+    model = GPT(GPTConfig(**{**SMALL, "vocab_size": 256}))
+    model.save_pretrained(tmp_path / "x", Tokenizer("bytes"))
+    tokenizer, raw = load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1], bytes(range(1, 256))
+    for text in ("def f(x):\n\treturn  é日🙂", raw.decode("latin-1")):
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.decoder()(list(text.encode()), final=True) == text
+    assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    model.save_pretrained(tmp_path / "x")
+    assert load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1].kind == "ids"
+
+
 def test_what_gpt2_hasnt_is_not_saved(tmp_path):
     for model in (make(**SPARSE), GPT(GPTConfig(**SMALL), range(0, 2))):
         with pytest.raises(UserError, match="n_expert=5" if model.config.n_expert else "layers 0 to 1 of 3"):
@@ -678,8 +694,9 @@ def test_a_model_without_biases_is_one_with_zeros_to_transformers(tmp_path):
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"), (dict(n_head=3), "n_head=3"),
     (dict(n_layer="2"), "n_layer='2'"), (dict(n_embd=0, n_head=1), "n_embd=0"),
     (dict(resid_pdrop="x"), "resid_pdrop='x'"),
-    (dict(tie_word_embeddings=False), "holds no lm_head.weight"), (dict(n_layer=3), "holds no h.2.ln_1.weight"),
-    (dict(n_layer=1), r"holds h.1.\S+, which"), (dict(vocab_size=14), r"wte.weight as F32 \[13, 8\].*\[14, 8\]")])
+    (dict(tie_word_embeddings=False), "holds no lm_head.weight"), (dict(n_layer=3), "holds 2 layers .* asks for 3"),
+    (dict(n_layer=1), r"holds h.1.\S+, which"), (dict(n_layer=10 ** 9), "holds 2 layers"),
+    (dict(n_embd=10 ** 9), r"of \[8\], .* of \[1000000000\]"), (dict(vocab_size=14), r"wte.weight as F32 \[13, 8\].*\[14, 8\]")])
 def test_folders_of_other_models(safetensors, tmp_path, changes, words):
     write_gpt2(tmp_path, gpt2_tensors(13, 6, 8, 2), **changes)
     with pytest.raises(UserError, match=words) as error:

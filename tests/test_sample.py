@@ -173,7 +173,18 @@ def test_speculation_that_cannot_be(ckpt, ids_ckpt, draft, capsys, tmp_path, mon
     assert "256" in err and "300" in err
     monkeypatch.chdir(tmp_path)      # where there is no out/draft.pt
     assert "drafts by lookup" in speculate(capsys, ckpt)[1]
-    assert "longer than it saves" in speculate(capsys, draft, f"--draft={ckpt}")[1]
+    err = speculate(capsys, draft, f"--draft={ckpt}")[1]
+    assert "longer than it saves" in err and "ends at 8 tokens and the model's at 16" in err
+
+
+def test_drafts_of_other_words_are_refused(tmp_path, capsys):
+    gpt2(tmp_path / "a"), gpt2(tmp_path / "b")
+    assert speculate(capsys, tmp_path / "a", f"--draft={tmp_path / 'b'}", "--prompt=the")[0].startswith("the")
+    file = tmp_path / "b" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"t h"', '"h t"').replace('"th"', '"ht"').replace('"th e"', '"ht e"')
+                    .replace('"the"', '"hte"').replace("the", "hte"))
+    err = refused(capsys, f"--ckpt={tmp_path / 'a'}", "--speculative", f"--draft={tmp_path / 'b'}")
+    assert str(tmp_path / "a") in err and str(tmp_path / "b") in err and "differently" in err
 
 
 # ---- GPT-2's weights --------------------------------------------------------------------------------------------

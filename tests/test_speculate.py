@@ -328,8 +328,23 @@ def test_measuring_changes_nothing(target, lag):
         drain(engine)
         measured = figures(engine)
         assert measured["alpha"] == engine.alpha and all(x > 0 for x in (*measured["calls"], *measured["speedup"]))
-        assert "doesn't pay" in sentence(dict(measured, speedup=(2.0, 0.75)), "x")
-        assert "doesn't pay" not in sentence(dict(measured, speedup=(2.0, 1.75)), "x")
+        assert "didn't pay" in sentence(dict(measured, speedup=(2.0, 0.75)), "x")
+        assert "didn't pay" not in sentence(dict(measured, speedup=(2.0, 1.75)), "x")
+
+
+def test_where_the_draft_cannot_follow_none_is_asked(target, monkeypatch):
+    """Past the draft's positions a round is plain decoding; a new context begins with drafts again."""
+    draft = random_model(1, block_size=LIMIT // 4)
+    engine, asked = Speculator(target, 50, 4, 2, draft=draft, gamma=3), []
+    propose = engine.draft.propose
+    monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, length, count: asked.append(
+        length.tolist()) or propose(engine, size, how, gamma, length, count))
+    engine.lag, engine.graph = 0, False
+    prompts = [ids(3), ids(4)]
+    texts = [engine.add(prompt, LIMIT + 20, 0.0) for prompt in prompts]
+    drain(engine)
+    assert [r.tokens for r in texts] == [greedy(target, prompt, LIMIT + 20) for prompt in prompts]
+    assert asked and all(min(n for n in lengths if n) < LIMIT // 4 for lengths in asked)
 
 
 def test_where_greedy_texts_part_is_found(target):
