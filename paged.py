@@ -325,18 +325,18 @@ FEW = 2      # rows that the kernel takes; for more, the library's products are 
 
 
 @jit
-def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
+def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
                     SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_N columns of y (N, n) = x (N, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say. BLOCK_K
-    holds all of K."""
+    """BLOCK_N columns of y (ROWS, n) = x (ROWS, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say.
+    BLOCK_K holds all of K."""
     rows, cols = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     inside = (cols < n)[:, None] & (at < K)[None, :]
     w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)      # (BLOCK_N, BLOCK_K)
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for r in tl.static_range(ROWS):
-        x = tl.load(x_ptr + tl.minimum(r, N - 1) * K + at, mask=at < K, other=0.0)
+        x = tl.load(x_ptr + r * K + at, mask=at < K, other=0.0)
         if NORM:
             h = x.to(tl.float32)
             h = tl.where(at < K, h - tl.sum(h, 0) / K, 0.0)
@@ -351,7 +351,7 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, N, n, K, BIAS: tl.
         y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
     if GELU:
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
-    to, real = rows[:, None] * n + cols[None, :], (rows < N)[:, None] & (cols < n)[None, :]
+    to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
     if RESIDUAL:
         y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
     tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -370,7 +370,7 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
         BLOCK_N = max(2, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
         with torch.cuda.device_of(x):
             few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-                x, w, b, gain, shift, y, N, n, K, BIAS=b is not None, NORM=norm is not None,
+                x, w, b, gain, shift, y, n, K, BIAS=b is not None, NORM=norm is not None,
                 SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None,
                 ROWS=N, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4)
         return y
@@ -381,6 +381,11 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
     y = F.linear(x, w, b)                                                    # (N, K) @ (K, n) -> (N, n)
     y = activation(y) if activation else y
     return y if residual is None else residual.add_(y)
+
+
+def head(model, x):
+    """The trunk's answer x (N, C) -> logits (N, V)."""
+    return linear(x, model.table, norm=model.ln_f)[:, :model.config.vocab_size]
 
 
 def trunk(model, idx, pos, attend):
@@ -885,14 +890,13 @@ class Engine:
         if not self.graph:
             return f(*key)
         if (f.__name__, *key) not in self.graphs:
-            state, kept = self.state(), [x.clone() for x in self.state()]      # what warming up draws isn't to stay
+            restore = self.keep()      # what warming up draws isn't to stay
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     f(*key)
-                    for x, was in zip(state, kept):
-                        x.copy_(was)
+                    restore()
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph, pool = torch.cuda.CUDAGraph(), next((g.pool() for g, _ in self.graphs.values()), None)
             with torch.cuda.graph(graph, pool=pool):
@@ -909,8 +913,7 @@ class Engine:
 
     def tokens(self, x, length, numbers, shares, how):
         """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
-        logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :self.vocab]       # (b, V)
-        return draw(logits, shares[:, 0], numbers[:, 4], shares[:, 1], numbers[:, 3], length + numbers[:, 2], how)
+        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], numbers[:, 3], length + numbers[:, 2], how)
 
     def how(self, requests):
         """To draw for these, the cheapest way that serves them all; see `probabilities`."""
@@ -927,6 +930,15 @@ class Engine:
     def state(self):
         """What a step of decoding changes on the device, beside the pages."""
         return [self.length, self.history]
+
+    def keep(self):
+        """-> a function that puts `state` back to what it is now."""
+        kept = [(x, x.clone()) for x in self.state()]
+
+        def restore():
+            for x, was in kept:
+                x.copy_(was)
+        return restore
 
     def register(self, r):
         """Lets others find what is full of r's blocks, as far as its tokens are known here."""

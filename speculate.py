@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import Engine, invert, linear, probabilities, seconds, serve, trunk, uniform
+from paged import BlockPool, Engine, head, invert, probabilities, seconds, serve, trunk, uniform
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -68,7 +68,7 @@ def accept_rows(p, q, drafts, u, count):
     p_x, q_x = (x[:, :gamma].gather(2, drafts[..., None])[..., 0] for x in (p, q))       # (B, gamma)
     kept = (u[:, :-1] * q_x < p_x) & (torch.arange(gamma, device=p.device) < count[:, None])
     n = kept.long().cumprod(1).sum(1)                                        # (B,): until the first that isn't
-    p_n, residual = p[row, n], p[row, n]                                     # (B, V)
+    p_n = residual = p[row, n]                                               # (B, V)
     if gamma:
         there = (n < count)[:, None]                                         # else all were kept: nothing to take off
         residual = torch.where(there, p_n - q[row, n.clamp(max=gamma - 1)], p_n).clamp(min=0)
@@ -144,7 +144,7 @@ class Model(Drafts):
                 pos, ids, written = last[:, None], drafts[-1][:, None], (j <= count)[:, None]
             at, layout = engine.layout(length + j * (length > 0), pos, written)
             x = self.forward(ids.flatten(), at, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
-            logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :engine.vocab]
+            logits = head(self.model, x)                                     # (size, V)
             q = probabilities(logits, shares[:, 0], numbers[:, 4], shares[:, 1], how)      # (size, V)
             drafts.append(logits.argmax(-1) if how == "greedy" else invert(q, u[:, j]))
             qs.append(q)
@@ -287,14 +287,13 @@ class Speculator(Engine):
         """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and
         what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
         leaves the state as it was."""
-        gamma, state, kept = self.gamma, self.state(), [x.clone() for x in self.state()]
+        gamma, restore = self.gamma, self.keep()
 
         def timed(f, *key):
             def run():
                 for _ in range(repeats):
                     self.replay(f, *key)
-                    for x, was in zip(state, kept):
-                        x.copy_(was)
+                    restore()
             with torch.inference_mode():
                 return seconds(run, self.device, 2) / repeats
         plain, drafts, both = (timed(f, size, how, n) for f, n in (
@@ -347,7 +346,7 @@ class Speculator(Engine):
         x = super().forward(history.gather(1, pos.clamp(min=0)).flatten(), at, layout).view(size, gamma + 1, -1)
         first = ((gamma - count)[:, None] + step).clamp(max=gamma)           # (size, gamma + 1): the newest token first
         x = x.gather(1, first[..., None].expand_as(x)).flatten(0, 1)         # (size (gamma + 1), C)
-        logits = linear(x, self.model.table, norm=self.model.ln_f)[:, :self.vocab]
+        logits = head(self.model, x)
         each = (y[:, None].expand(-1, gamma + 1).flatten() for y in (shares[:, 0], numbers[:, 4], shares[:, 1]))
         p = probabilities(logits, *each, how).view(size, gamma + 1, -1)
         u = uniform(numbers[:, 3:4] + torch.where(step < gamma, TESTS, 0),
@@ -447,7 +446,7 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
 
         def run(engine):
             for _ in range(2):      # the first captures
-                engine.pool = type(engine.pool)(blocks, 16)
+                engine.pool = BlockPool(blocks, 16)
                 engine.stats.update(dict.fromkeys(engine.stats, 0))
                 taken, _, texts = serve(engine, prompts, new, temperature)
             return taken, texts
