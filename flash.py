@@ -45,10 +45,14 @@ jit_any_length = triton.jit(do_not_specialize=["nh", "Tq", "Tk"]) if triton else
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"      # Triton's own switch: kernels run on the CPU, slowly
 
 
+def runs_kernels(x):
+    """Whether Triton kernels can run where x is: on CUDA or in the interpreter."""
+    return triton is not None and (x.is_cuda or INTERPRETED)
+
+
 def has_kernels(x):
-    """Whether the Triton kernels can take tensor x: on CUDA or in the interpreter, in 16 or 32 bits."""
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    return triton is not None and (x.is_cuda or INTERPRETED) and x.dtype in dtypes
+    """Whether the Triton kernels can take tensor x of numbers: in 16 or 32 bits."""
+    return runs_kernels(x) and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def attends(x):
@@ -315,11 +319,12 @@ def backward_q_kernel(q_desc, k_desc, v_desc, o_desc, do_desc, dq_desc, lse_desc
 
 @jit_any_length
 def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_desc, D_desc, nh, Tq, Tk, scale,
-                       scale_log2, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                       PRECISION: tl.constexpr):
-    """dk and dv for a tile of keys, over the tiles of queries that see it. Works on the transposed scores S^T, so that
-    both sums are products whose left side is already in registers. lse and D come by the copy engine too, ahead of
-    their use: read by the threads themselves, every iteration waited for them, which took a third of the time."""
+                       scale_log2, ADD: tl.constexpr, CAUSAL: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr,
+                       BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """dk and dv for a tile of keys, over the tiles of queries that see it; with ADD they are added to what is there.
+    Works on the transposed scores S^T, so that both sums are products whose left side is already in registers. lse and
+    D come by the copy engine too, ahead of their use: read by the threads themselves, every iteration waited for them,
+    which took a third of the time."""
     tiles = tl.cdiv(Tk, BLOCK_N)
     head, j = tl.program_id(0) // tiles, (tl.program_id(0) % tiles) * BLOCK_N
     b, h = head // nh, head % nh
@@ -344,7 +349,11 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_de
         if HS > 64:
             dV = tl.dot(P.to(dO.dtype), dO, dV, input_precision=PRECISION)
         dK = tl.dot(dS.to(Q.dtype), Q, dK, input_precision=PRECISION)        # (BLOCK_N, HS)
-    dk_desc.store([b, h, j, 0], (dK * scale).to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HS))
+    dK *= scale
+    if ADD:
+        dK += dk_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS).to(tl.float32)
+        dV += dv_desc.load([b, h, j, 0]).reshape(BLOCK_N, HS).to(tl.float32)
+    dk_desc.store([b, h, j, 0], dK.to(dk_desc.dtype).reshape(1, 1, BLOCK_N, HS))
     dv_desc.store([b, h, j, 0], dV.to(dv_desc.dtype).reshape(1, 1, BLOCK_N, HS))
 
 
@@ -356,6 +365,7 @@ SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 25
             "backward_q": {64: (64, 32, 4, 3, None), 128: (128, 64, 8, 3, None), 256: (64, 32, 4, 1, None)},
             "backward_kv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None), 256: (32, 32, 4, 1, None)}}
 LONG = {"forward": (64, 128, 4, 2, None), "backward_q": (128, 64, 8, 3, None)}      # for hs <= 64 and T >= 2048
+MANY = 1536      # programs; of fewer a multiprocessor should take four at once, for which LONG's forward is too large
 
 
 @lru_cache
@@ -369,7 +379,8 @@ def settings(kind, x, T):
     than Hopper's the blocks of keys are halved until they fit."""
     HS = max(16, triton.next_power_of_2(x.size(-1)))
     block_m, block_n, warps, stages, registers = SETTINGS[kind][max(64, HS)]
-    if HS <= 64 and T >= 2048:
+    few = kind == "forward" and x.numel() // x.size(-1) < MANY * block_m
+    if HS <= 64 and T >= 2048 and not few:
         block_m, block_n, warps, stages, registers = LONG.get(kind, SETTINGS[kind][64])
     if x.dtype == torch.float32:      # products without tensor cores fill the registers: tiles that hardly spill
         block_m, block_n, warps, stages, registers = (32, 32, 8, 1, None) if HS <= 64 else (16, 16, 4, 1, None)
@@ -415,9 +426,9 @@ def launch_forward(q, k, v, causal, scale):
     return (o if out.base is o else o.copy_(out.base)), lse
 
 
-def launch_backward(q, k, v, o, lse, do, dlse, causal, scale, grads=None):
+def launch_backward(q, k, v, o, lse, do, dlse, causal, scale, grads=None, add=False):
     """-> dq, dk, dv, from what forward took and gave, and the gradients do of o and dlse of lse (None: zero). grads:
-    where to write them, by default into new tensors."""
+    where to write them, by default into new tensors; add: dk and dv to what is there."""
     (B, nh, Tq, hs), Tk = q.shape, k.size(2)
     grads = grads or [like(x) for x in (q, k, v)]
     how_q, how_kv = settings("backward_q", q, Tk), settings("backward_kv", q, Tq)
@@ -432,7 +443,7 @@ def launch_backward(q, k, v, o, lse, do, dlse, causal, scale, grads=None):
         dk, dv = describe(grads[1], N, HS), describe(grads[2], N, HS)
         backward_kv_kernel[(triton.cdiv(Tk, N) * B * nh,)](
             describe(q, M, HS), describe(k, N, HS), describe(v, N, HS), describe(do, M, HS), dk, dv,
-            describe(lse, M), describe(D.base, M), *lengths, CAUSAL=causal, **how_kv)
+            describe(lse, M), describe(D.base, M), *lengths, ADD=add, CAUSAL=causal, **how_kv)
     return [x if d.base is x else x.copy_(d.base) for x, d in zip(grads, (dq, dk, dv))]
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations      # kernels name tl.constexpr, also where 
 import math
 import time
 from collections import OrderedDict, defaultdict, deque
+from functools import lru_cache
 from itertools import count
 from operator import index
 from typing import NamedTuple
@@ -36,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash import LOG2E, attends, has_kernels, jit, tl, torch_attention, triton
+from flash import LOG2E, attends, has_kernels, jit, runs_kernels, tl, torch_attention, triton
 from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution, gelu
 
 # --------------------------------------------------------------------------------------------------------------
@@ -212,18 +213,52 @@ def paged_attention_reference(q, k, v, table, length, start):
     return out
 
 
+# The kernels of a step of decoding take microseconds, and so do the gaps between them. On Hopper and later a kernel may
+# come onto the GPU while the one before it runs (programmatic dependent launch): it does what doesn't depend on that,
+# such as reading weights, and then waits for it to end.
+
+@lru_cache
+def overlap(device):
+    """Options of a launch on this device, by which `begin` and `follow` do what they say."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+        return dict(OVERLAP=False)
+    return dict(OVERLAP=True, launch_pdl=True)
+
+
+@jit
+def begin(OVERLAP: tl.constexpr):
+    """From here on the next kernel may begin, as soon as all programs of this one are here or past."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def follow(OVERLAP: tl.constexpr):
+    """Waits until the kernel before has ended, and so have all before that. Any program that writes, or reads what an
+    earlier kernel wrote, passes here first."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
 @jit
 def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, lse_ptr, nh, hs, q_token, k_block,
                  k_slot, v_block, v_slot, table_row, scale_log2, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
-                 HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+                 HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+                 NEXT: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK_M queries of one request and head, over one of SPLITS parts of what they see. With one part it writes o
-    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS)."""
+    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: when the next
+    kernel may begin, "first", "then", after what was before, or "last", at the end."""
+    if NEXT == "first":
+        begin(OVERLAP)
+    follow(OVERLAP)
+    if NEXT == "then":
+        begin(OVERLAP)
     r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-    begin = tl.load(start_ptr + r)
-    n, length = tl.load(start_ptr + r + 1) - begin, tl.load(length_ptr + r)
+    first = tl.load(start_ptr + r)
+    n, length = tl.load(start_ptr + r + 1) - first, tl.load(length_ptr + r)
     if i < n:
         rows, d = i + tl.arange(0, BLOCK_M), tl.arange(0, HS)
-        token = (begin + rows).to(tl.int64)
+        token = (first + rows).to(tl.int64)
         real = (rows < n)[:, None] & (d < hs)[None, :]
         Q = tl.load(q_ptr + token[:, None] * q_token + h * hs + d[None, :], mask=real, other=0.0)
         end = tl.minimum(length, length - n + i + BLOCK_M)                   # keys that any of these queries sees
@@ -256,8 +291,14 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, l
 
 
 @jit
-def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.constexpr):
+def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.constexpr, NEXT: tl.constexpr,
+                 OVERLAP: tl.constexpr):
     """One query of one head a program: parts (SPLITS, hs) and their log-sum-exp in base 2 -> o (hs,)."""
+    if NEXT == "first":
+        begin(OVERLAP)
+    follow(OVERLAP)
+    if NEXT == "then":
+        begin(OVERLAP)
     row, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, HS)
     lse = tl.load(lse_ptr + row * SPLITS + s)
     m = tl.max(lse, 0)
@@ -268,34 +309,46 @@ def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.cons
     tl.store(o_ptr + row * hs + d, O.to(o_ptr.dtype.element_ty), mask=d < hs)
 
 
+def attention_shape(R, nh, HS, most, positions, splits=None):
+    """-> options of paged_kernel, by measurement on an H200: as many parts as make some six programs a multiprocessor,
+    each of 64 positions at least."""
+    M = 16 if most <= 16 else 64
+    if splits is None:
+        splits = 2 ** max(0, min(768 // max(1, R * nh), positions // 64, 32).bit_length() - 1) if M == 16 else 1
+    warps, stages, after = (4, 5, "then") if splits > 16 else (4, 2, "first") if splits > 1 else (2, 3, "last")
+    if HS > 64 or M == 64:
+        warps, stages = 4, 2 if HS > 128 or M == 64 and HS > 64 else stages
+    return dict(SPLITS=splits, BLOCK_M=M, BLOCK_N=64 if HS <= 128 else 32, NEXT=after, num_warps=warps,
+                num_stages=stages)
+
+
 def paged_attention(q, k, v, table, length, start, most, splits=None):
     """paged_attention_reference, by the kernel where there is one. most: the largest number of queries of a request.
     splits: parts of a context, a power of two; by default enough to keep a GPU busy. Last strides must be 1, and heads
     next to each other: k[..., h, :] at h * hs."""
     if not attends(q):
         return paged_attention_reference(q, k, v, table, length, start)
-    (N, nh, hs), R = q.shape, len(length)
-    if splits is None:      # some six programs a multiprocessor of a large GPU
-        splits = 1 if most > 16 else min(32, 2 ** max(0, (768 // max(1, R * nh)).bit_length() - 1))
-    HS, M = max(16, triton.next_power_of_2(hs)), 16 if most <= 16 else 64
-    how = dict(BLOCK_N=64 if HS <= 128 else 32, num_warps=2 if HS <= 64 and M == 16 and splits < 16 else 4,
-               num_stages=2 if HS > 128 or HS > 64 and M == 64 else 5 if splits >= 16 else 3)
-    out = torch.empty_like(q)
+    (N, nh, hs), R, HS = q.shape, len(length), max(16, triton.next_power_of_2(q.size(2)))
+    how, out = attention_shape(R, nh, HS, most, table.size(1) * k.size(1), splits), torch.empty_like(q)
+    splits = how["SPLITS"]
     parts = q.new_empty(N, nh, splits, hs, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(N, nh, splits, dtype=torch.float32) if splits > 1 else out
     with torch.cuda.device_of(q):
-        paged_kernel[(R, triton.cdiv(most, M), nh * splits)](
+        paged_kernel[(R, triton.cdiv(most, how["BLOCK_M"]), nh * splits)](
             q, k, v, table, length, start, parts, lse, nh, hs, q.stride(0), k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), table.stride(0), LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), SPLITS=splits, HS=HS, BLOCK_M=M,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how)
+            v.stride(1), table.stride(0), LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how, **overlap(q.device))
         if splits > 1:
-            merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, num_warps=1)
+            merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, NEXT=how["NEXT"], num_warps=1,
+                                    **overlap(q.device))
     return out
 
 
 @jit
-def write_kernel(k_ptr, v_ptr, slot_ptr, k_pages, v_pages, C, token, BLOCK: tl.constexpr):
+def write_kernel(k_ptr, v_ptr, slot_ptr, k_pages, v_pages, C, token, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Token i's keys and values, C numbers each at i * token, into the pages' row slot[i]."""
+    follow(OVERLAP)
+    begin(OVERLAP)
     i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     to = tl.load(slot_ptr + i) * C + c
     tl.store(k_pages + to, tl.load(k_ptr + i * token + c, mask=c < C), mask=c < C)
@@ -308,7 +361,7 @@ def write_pages(k, v, k_pages, v_pages, slots):
     if attends(k) and k.stride()[1:] == v.stride()[1:] == (hs, 1) and k.stride(0) == v.stride(0):
         with torch.cuda.device_of(k):
             write_kernel[(N,)](k, v, slots, k_pages, v_pages, nh * hs, k.stride(0),
-                               BLOCK=triton.next_power_of_2(nh * hs), num_warps=4)
+                               BLOCK=triton.next_power_of_2(nh * hs), num_warps=4, **overlap(k.device))
     else:
         k_pages.flatten(0, 1)[slots], v_pages.flatten(0, 1)[slots] = k, v    # (blocks block_size, nh, hs) at (N,)
 
@@ -321,37 +374,91 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. A program
 # asks for all of its part of the matrix at once, and norms the rows while that comes.
 
-FEW = 2      # rows that the kernel takes; for more, the library's products are as fast
+FEW, SOME = 2, 8      # rows that the two kernels take; for more, the library's products are as fast
 
 
 @jit
-def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, BIAS: tl.constexpr, NORM: tl.constexpr,
+def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS: tl.constexpr, NORM: tl.constexpr,
                     SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK_N columns of y (ROWS, n) = x (ROWS, K) @ w.T, w (n, K), with what NORM, BIAS, GELU and RESIDUAL say.
-    BLOCK_K holds all of K."""
+    BLOCK_K holds all of K. x's rows lie x_row apart. The weights come while the kernel before runs."""
+    begin(OVERLAP)
     rows, cols = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     inside = (cols < n)[:, None] & (at < K)[None, :]
     w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * K + at[None, :], mask=inside, other=0.0)      # (BLOCK_N, BLOCK_K)
+    if NORM:
+        gain = tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    if SHIFT:
+        shift = tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    if BIAS:
+        bias = tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    follow(OVERLAP)
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for r in tl.static_range(ROWS):
-        x = tl.load(x_ptr + r * K + at, mask=at < K, other=0.0)
+        x = tl.load(x_ptr + r * x_row + at, mask=at < K, other=0.0)
         if NORM:
             h = x.to(tl.float32)
             h = tl.where(at < K, h - tl.sum(h, 0) / K, 0.0)
-            h *= tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5)
-            h *= tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            h *= tl.rsqrt(tl.sum(h * h, 0) / K + 1e-5) * gain
             if SHIFT:
-                h += tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+                h += shift
             x = h.to(x.dtype)
         part = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)       # (BLOCK_N,)
         y += tl.where((rows == r)[:, None], part[None, :], 0.0)
     if BIAS:
-        y += tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+        y += bias[None, :]
     if GELU:
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
     to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
+    if RESIDUAL:
+        y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
+    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
+
+
+@jit
+def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows, BIAS: tl.constexpr,
+                     NORM: tl.constexpr, SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr,
+                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+                     ALL_K: tl.constexpr, OVERLAP: tl.constexpr):
+    """As few_rows_kernel, by tensor cores, for up to ROWS rows. They take 16 rows at least, so they compute y transposed,
+    w @ x.T, BLOCK_N rows of it. Each warp sums over one of PARTS of every BLOCK_K of K; the next weights come while these
+    are multiplied."""
+    begin(OVERLAP)
+    i, cols, part = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, PARTS)
+    mine = cols < n
+    at = (part * (BLOCK_K // PARTS))[:, None, None] + tl.arange(0, BLOCK_K // PARTS)[None, None, :]      # (PARTS, 1, k)
+    from_w = w_ptr + cols.to(tl.int64)[None, :, None] * K + at
+    w = tl.load(from_w, mask=mine[None, :, None] & (at < K), other=0.0)      # (PARTS, BLOCK_N, k)
+    if BIAS:
+        bias = tl.load(b_ptr + cols, mask=mine, other=0.0).to(tl.float32)
+    follow(OVERLAP)
+    if NORM:
+        k = tl.arange(0, ALL_K)
+        X = tl.load(x_ptr + i[:, None] * x_row + k[None, :], mask=(i < rows)[:, None] & (k < K)[None, :], other=0.0)
+        X = X.to(tl.float32)                                                 # (ROWS, ALL_K)
+        mean = tl.sum(X, 1) / K                                              # (ROWS,)
+        X = tl.where((k < K)[None, :], X - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(X * X, 1) / K + 1e-5)
+    y = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    for j in range(0, K, BLOCK_K):
+        now, there = w, j + at < K
+        w = tl.load(from_w + j + BLOCK_K, mask=mine[None, :, None] & (j + BLOCK_K + at < K), other=0.0)
+        x = tl.load(x_ptr + i[None, :, None] * x_row + j + at, mask=(i < rows)[None, :, None] & there, other=0.0)
+        if NORM:
+            h = (x.to(tl.float32) - mean[None, :, None]) * rstd[None, :, None]
+            h *= tl.load(g_ptr + j + at, mask=there, other=0.0).to(tl.float32)
+            if SHIFT:
+                h += tl.load(s_ptr + j + at, mask=there, other=0.0).to(tl.float32)
+            x = h.to(x.dtype)
+        y = tl.dot(now, x.permute(0, 2, 1), y)                               # (PARTS, BLOCK_N, ROWS)
+    y = tl.sum(y, 0)                                                         # (BLOCK_N, ROWS)
+    if BIAS:
+        y += bias[:, None]
+    if GELU:
+        y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
+    to, real = i[None, :] * n + cols[:, None], (i < rows)[None, :] & mine[:, None]
     if RESIDUAL:
         y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
     tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
@@ -361,18 +468,26 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
     """residual + activation(norm(x) @ w.T + b), each of the four only where given; one row or two on a GPU as one
     kernel. The answer overwrites the residual.
 
-    x (N, K), w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual (N, n) -> (N, n)."""
+    x (N, K) with 1 as its last stride, w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual
+    (N, n) -> (N, n). The last two kernels before it mustn't have written w, b or the norm's weights."""
     N, (n, K) = len(x), w.shape
-    if 0 < N <= FEW and has_kernels(x) and K <= 16384:
+    few, some = 0 < N <= FEW and K <= 16384, FEW < N <= SOME and x.dtype != torch.float32
+    if has_kernels(x) and (few or some):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
-        BLOCK_K = triton.next_power_of_2(K)
-        BLOCK_N = max(2, min(16 if n > 16384 else 4, 8192 // BLOCK_K))
+        what = dict(BIAS=b is not None, NORM=norm is not None, SHIFT=shift is not None, GELU=activation is not None,
+                    RESIDUAL=residual is not None, **overlap(x.device))
+        ALL_K = triton.next_power_of_2(K)
+        BLOCK_N = 16 if some or n > 16384 else max(2, min(8, 16384 // ALL_K))
         with torch.cuda.device_of(x):
-            few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-                x, w, b, gain, shift, y, n, K, BIAS=b is not None, NORM=norm is not None,
-                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None,
-                ROWS=N, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4)
+            if few:
+                few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
+                    x, w, b, gain, shift, y, n, K, x.stride(0), ROWS=N, BLOCK_N=BLOCK_N, BLOCK_K=ALL_K, num_warps=4,
+                    **what)
+            else:
+                some_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
+                    x, w, b, gain, shift, y, n, K, x.stride(0), N, ROWS=SOME, BLOCK_N=BLOCK_N, BLOCK_K=1024, PARTS=4,
+                    ALL_K=ALL_K, num_warps=4, num_stages=1, **what)
         return y
     x = norm(x) if norm else x
     if residual is not None and not activation:      # the library adds to what is there
@@ -388,9 +503,32 @@ def head(model, x):
     return linear(x, model.table, norm=model.ln_f)[:, :model.config.vocab_size]
 
 
+@jit
+def embed_kernel(idx_ptr, pos_ptr, wte_ptr, wpe_ptr, x_ptr, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """x[i] = wte[idx[i]] + wpe[pos[i]], C numbers each."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    token = tl.load(wte_ptr + tl.load(idx_ptr + i) * C + c, mask=c < C).to(tl.float32)
+    place = tl.load(wpe_ptr + tl.load(pos_ptr + i) * C + c, mask=c < C).to(tl.float32)
+    tl.store(x_ptr + i * C + c, (token + place).to(x_ptr.dtype.element_ty), mask=c < C)
+
+
+def embed(model, idx, pos):
+    """idx, pos (N,) int64 -> (N, C)."""
+    wte, wpe = model.wte.weight, model.wpe.weight
+    if not has_kernels(wte):
+        return wte[idx] + wpe[pos]
+    x = wte.new_empty(len(idx), wte.size(1))
+    with torch.cuda.device_of(x):
+        embed_kernel[(len(idx),)](idx, pos, wte, wpe, x, wte.size(1), BLOCK=triton.next_power_of_2(wte.size(1)),
+                                  **overlap(x.device))
+    return x
+
+
 def trunk(model, idx, pos, attend):
     """model.trunk without its last norm, idx and pos (N,) -> (N, C), a product a `linear`."""
-    x = model.wte(idx) + model.wpe(pos)                                      # (N, C)
+    x = embed(model, idx, pos)                                               # (N, C)
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
         qkv = linear(x, attn.qkv.weight, attn.qkv.bias, norm=block.ln_1)     # (N, 3C)
@@ -414,38 +552,72 @@ def trunk(model, idx, pos, attend):
 # passes it.
 
 def uniform(seed, n):
-    """seed and n (b,) int64 -> (b,) float64 in [0, 1), float32 on MPS: the n-th number of each stream. Splitmix64
-    (Steele et al. 2014), whose products wrap around 2^64."""
-    def shifted(x, by):      # as if unsigned
-        return x >> by & (1 << 64 - by) - 1
+    """seed and n int64, (b, m) once expanded to each other -> (b, m) float64 in [0, 1), float32 on MPS: the n-th number
+    of each stream. Splitmix64 (Steele et al. 2014), whose products wrap around 2^64."""
+    seed, n = torch.broadcast_tensors(seed, n)
+    if not runs_kernels(seed):
+        return mixed_bits(seed, n).to(wide(seed)) / 2 ** 53
+    u = seed.new_empty(seed.shape, dtype=torch.float64)
+    with torch.cuda.device_of(u):
+        uniform_kernel[(len(u),)](seed, n, u, u.size(1), *seed.stride(), *n.stride(),
+                                  BLOCK=triton.next_power_of_2(u.size(1)), **overlap(u.device))
+    return u
+
+
+def mixed_bits(seed, n):
+    """53 bits, int64, of torch's tensors or Triton's. To shift to the right as if unsigned, the bits that come in at the
+    left are taken off."""
     x = seed + (n + 1) * -0x61C8864680B583EB
-    x = (x ^ shifted(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ shifted(x, 27)) * -0x6B2FB644ECCEEE15
-    return shifted(x ^ shifted(x, 31), 11).to(wide(seed)) / 2 ** 53
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31 & 0x1FFFFFFFF)) >> 11 & 0x1FFFFFFFFFFFFF
+
+
+mixed_bits_jit = jit(mixed_bits)
+
+
+@jit
+def uniform_kernel(seed_ptr, n_ptr, u_ptr, m, seed_row, seed_col, n_row, n_col, BLOCK: tl.constexpr,
+                   OVERLAP: tl.constexpr):
+    """A row of m numbers."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    r, c = tl.program_id(0), tl.arange(0, BLOCK)
+    seed = tl.load(seed_ptr + r * seed_row + c * seed_col, mask=c < m)
+    n = tl.load(n_ptr + r * n_row + c * n_col, mask=c < m)
+    tl.store(u_ptr + r * m + c, mixed_bits_jit(seed, n).to(tl.float64) / 9007199254740992.0, mask=c < m)      # 2^53
 
 
 def wide(x):
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def draw(logits, temperature, top_k, top_p, seed, n, how):
-    """logits (b, V), and a number for each row (b,) -> tokens (b,) int64, -1 where logits aren't numbers. how: see
-    `probabilities`."""
-    if how == "greedy":
+def draw(logits, temperature, top_k, top_p, u, how, keep=False):
+    """logits (N, V); settings (b,), each for N / b rows that follow each other; random numbers u (N,), or None to draw
+    nothing -> tokens (N,) int64, -1 where logits aren't numbers; and the probabilities (N, V) float32, if asked to
+    `keep` them. None for what there isn't.
+
+    how, the cheapest way that serves all rows: "greedy", if every temperature is 0 (u isn't looked at), "warm", if none
+    is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
+    kernels, each = has_kernels(logits) and len(logits), [temperature, top_k, top_p]
+    if how == "sorted" or not kernels:
+        each = [x.repeat_interleave(len(logits) // max(1, len(x))) for x in each]              # (N,)
+    if how == "sorted":
+        p = distribution(logits, *each)                                      # (N, V)
+    if kernels:
+        token, p = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep)
+    elif how == "greedy":
         token = logits.argmax(-1)
+        p = F.one_hot(token, logits.size(-1)).float() if keep else None
     else:
-        token = invert(probabilities(logits, temperature, top_k, top_p, how), uniform(seed, n))
-    return torch.where(logits.amax(-1).isfinite(), token, -1)
-
-
-def probabilities(logits, temperature, top_k, top_p, how):
-    """model.distribution with less work where all rows allow it. how: "greedy", if every temperature is 0, "warm", if
-    none is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
-    if how == "greedy":
-        return (torch.arange(logits.size(-1), device=logits.device) == logits.argmax(-1, keepdim=True)).float()
-    if how == "warm":
-        return (logits.float() / temperature[:, None]).softmax(-1)           # (b, V)
-    return distribution(logits, temperature, *((None, None) if how == "plain" else (top_k, top_p)))
+        if how == "warm":
+            p = (logits.float() / each[0][:, None]).softmax(-1)
+        elif how == "plain":
+            p = distribution(logits, each[0])
+        token = None if u is None else invert(p, u)
+    if token is not None and (how == "sorted" or not kernels):
+        token = torch.where(logits.amax(-1).isfinite(), token, -1)
+    return token, p if keep else None
 
 
 def invert(p, u, piece=256):
@@ -464,6 +636,94 @@ def invert(p, u, piece=256):
     before = F.pad(ends, (1, 0)).gather(1, i[:, None])                       # (b, 1)
     inside = pieces[torch.arange(len(p), device=p.device), i]                # (b, piece)
     return i * piece + passed(before + inside.cumsum(-1, dtype=wide(p)), target)
+
+
+# The same in two kernels, a program a piece of a row. The first finds each piece's largest logit and the sum of its
+# weights, exp((x - largest) / temperature); the second merges those, as flash.py merges parts of an attention, and the
+# program whose piece the running sum passes in draws.
+
+@jit
+def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, t_row, per, GIVEN: tl.constexpr,
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Of logits x: the largest, where it is, the sum of the weights; of GIVEN weights x their sum."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, to = i * BLOCK + tl.arange(0, BLOCK), r * tl.num_programs(1) + i
+    x = tl.load(x_ptr + r * x_row + at, mask=at < V, other=0.0 if GIVEN else float("-inf")).to(tl.float32)
+    if not GIVEN:
+        top, temperature = tl.max(x, 0), tl.load(temperature_ptr + r // per * t_row)
+        tl.store(top_ptr + to, top)
+        tl.store(best_ptr + to, i * BLOCK + tl.argmax(x, 0))
+        x = tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / tl.maximum(temperature, 1e-6))
+    tl.store(sum_ptr + to, tl.sum(x.to(tl.float64), 0))
+
+
+@jit
+def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_ptr, token_ptr, p_ptr, V, x_row, t_row,
+                per, u_row, pieces, GIVEN: tl.constexpr, DRAWS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+                PIECES: tl.constexpr, OVERLAP: tl.constexpr):
+    """From what pieces_kernel found a row's token, and this piece's probabilities."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    r, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECES)
+    at, real = i * BLOCK + tl.arange(0, BLOCK), k < pieces
+    l = tl.load(sum_ptr + r * pieces + k, mask=real, other=0.0)              # (PIECES,) float64
+    w = tl.load(x_ptr + r * x_row + at, mask=at < V, other=0.0 if GIVEN else float("-inf")).to(tl.float32)
+    best, greedy = r * 0, r < 0
+    if not GIVEN:
+        temperature = tl.load(temperature_ptr + r // per * t_row)
+        tops = tl.load(top_ptr + r * pieces + k, mask=real, other=float("-inf"))
+        top, warm = tl.max(tops, 0), tl.maximum(temperature, 1e-6)
+        l *= tl.exp((tops - top) / warm).to(tl.float64)
+        w = tl.exp((w - top) / warm)
+        best, greedy = tl.load(best_ptr + r * pieces + tl.argmax(tops, 0)), temperature < 1e-6
+    total, ends = tl.sum(l, 0), tl.cumsum(l, 0)
+    finite = total < float("inf")                                            # NaN isn't
+    if KEEP:
+        p = tl.where(greedy & finite, (at == best).to(tl.float32), w / total.to(tl.float32))
+        tl.store(p_ptr + r * V + at, p, mask=at < V)
+    if DRAWS:
+        target = total
+        if u_ptr is not None:
+            target *= tl.load(u_ptr + r * u_row)
+        mine = tl.sum(((ends <= target) & (ends < tl.max(ends, 0))).to(tl.int32), 0)           # where the sum passes
+        if i == tl.where(finite & (greedy == 0), mine, 0):
+            sums = tl.sum(tl.where(k < i, l, 0.0), 0) + tl.cumsum(w.to(tl.float64), 0)
+            passed = tl.sum(((sums <= target) & (sums < tl.max(sums, 0))).to(tl.int64), 0)
+            token = tl.where(greedy, best, i * BLOCK + passed)
+            if else_ptr is not None:
+                token = tl.where(total == 0, tl.load(else_ptr + r), token)
+            tl.store(token_ptr + r, tl.where(finite, token, -1))
+
+
+def piece_of(V):
+    return min(2048, max(16, triton.next_power_of_2(V)))
+
+
+def draw_by_kernels(x, temperature, u, how, keep, sums=None, otherwise=None):
+    """As draw. x (N, V): logits, or if how is "sorted" weights; of these the pieces' sums (N, pieces) float64 if they are
+    known; otherwise: tokens (N,) for rows whose weights are all 0."""
+    (N, V), given, draws = x.shape, how == "sorted", u is not None or how == "greedy"
+    BLOCK = piece_of(V)
+    pieces = triton.cdiv(V, BLOCK)
+    top, best = (None, None) if given else (x.new_empty(N, pieces, dtype=torch.float32),
+                                            x.new_empty(N, pieces, dtype=torch.int64))
+    token = x.new_empty(N, dtype=torch.int64) if draws else None
+    p = x.new_empty(N, V, dtype=torch.float32) if keep else None
+    known = sums is not None
+    sums = sums if known else x.new_empty(N, pieces, dtype=torch.float64)
+    common = (V, x.stride(0), 0, 1) if given else (V, x.stride(0), temperature.stride(0), N // len(temperature))
+    with torch.cuda.device_of(x):
+        if not known:
+            pieces_kernel[(N, pieces)](x, temperature, top, best, sums, *common, GIVEN=given, BLOCK=BLOCK,
+                                       **overlap(x.device))
+        if draws or keep:
+            draw_kernel[(N, pieces)](
+                x, temperature, top, best, sums, u, otherwise, token, p, *common, 0 if u is None else u.stride(0),
+                pieces, GIVEN=given, DRAWS=draws, KEEP=keep, BLOCK=BLOCK, PIECES=max(2, triton.next_power_of_2(pieces)),
+                **overlap(x.device))
+    return token, p
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -542,6 +802,24 @@ class Pages:
         return o.transpose(0, 1)[None]
 
 
+@jit
+def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_ptr, pos_ptr, slot_ptr, length_ptr, n,
+                  limit, bs, spare, table_row, numbers_row, history_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Engine.layout, a row a program."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    total, low, cap = tl.load(total_ptr + r), tl.load(low_ptr + r), tl.load(numbers_ptr + r * numbers_row + 1)
+    place, real, to = total - n + i, i < n, r * n + i
+    pos = tl.minimum(tl.maximum(place, 0), limit - 1)
+    block = tl.load(table_ptr + r * table_row + pos // bs, mask=real, other=0).to(tl.int64)
+    written = (place >= tl.maximum(low, 0)) & (place < cap)
+    tl.store(id_ptr + to, tl.load(history_ptr + r * history_row + tl.maximum(place, 0), mask=real, other=0), mask=real)
+    tl.store(pos_ptr + to, pos, mask=real)
+    tl.store(slot_ptr + to, tl.where(written, block * bs + pos % bs, spare), mask=real)
+    tl.store(length_ptr + r, total.to(tl.int32))
+
+
 class Engine:
     """Writes texts for many requests at once.
 
@@ -567,9 +845,11 @@ class Engine:
         self.numbers = np.zeros((max_batch, 5), np.int64)      # 1 if it runs, cap, start - prompt, seed, top_k
         self.shares = np.ones((max_batch, 2), np.float32)                    # temperature, top_p
         self.on_device = [torch.from_numpy(x).to(self.device) for x in (self.table, self.numbers, self.shares)]
-        # what only the device knows at once: tokens of the context, and each by its place in it, if it was drawn there
+        # what only the device knows at once: tokens of the context, and each by its place in it, if it was drawn there;
+        # past all places are some for what is to be kept nowhere
         self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
-        self.history = torch.zeros(max_batch, self.limit + self.ahead + 1, dtype=torch.int64, device=self.device)
+        self.history = torch.zeros(max_batch, self.limit + 2 * self.ahead + 2, dtype=torch.int64, device=self.device)
+        self.firsts = {}                                                     # by tokens of a request: Layout.first
         self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
 
     def cache(self, model):
@@ -858,32 +1138,43 @@ class Engine:
     def decode_rows(self, size, how):
         """The next token of rows 0 .. size - 1, from what is on the device: (size, 1)."""
         _, numbers, shares = (x[:size] for x in self.on_device)
-        runs = numbers[:, 0]                                                 # (size,)
-        length = self.length[:size] * runs
-        x = self.forward(self.history[:size].gather(1, (length - 1).clamp(min=0)[:, None])[:, 0],
-                         *self.layout(length, length[:, None] - 1, True))    # (size, C)
-        tokens = self.tokens(x, length, numbers, shares, how)
-        self.note(length[:, None], tokens.clamp(min=0)[:, None], runs)
-        self.length[:size] += runs
+        length, place = self.places(size)
+        ids, pos, layout = self.layout(length, 1)
+        tokens = self.tokens(self.forward(ids, pos, layout), length, numbers, shares, how)     # (size,)
+        self.history[:size].scatter_(1, place[:, None], tokens.clamp(min=0)[:, None])
+        self.length[:size] += numbers[:, 0]
         return tokens[:, None]
 
-    def note(self, places, tokens, runs):
-        """Tokens (size, n) go to their places in the rows' contexts, of rows that run."""
-        history = self.history[:len(runs)]
-        history.scatter_(1, places, torch.where(runs[:, None] > 0, tokens, history.gather(1, places)))
+    def places(self, size):
+        """Of rows 0 .. size - 1: the lengths of their contexts (size,), 0 for those that don't run, and where in
+        `history` their next tokens go (size,)."""
+        runs = self.on_device[1][:size, 0]
+        length = self.length[:size] * runs
+        return length, torch.where(runs > 0, length, self.limit + self.ahead + 1)
 
-    def layout(self, length, pos, written):
-        """For rows with length (size,) tokens in all, of which those at pos (size, n) are computed: pos (size n,), at
-        least 0, and the Layout. Keys and values go into the rows' blocks where `written` says so, and there is a
-        place."""
-        size, n = pos.shape
-        table, cap = self.on_device[0][:size], torch.minimum(length, self.on_device[1][:size, 1])
-        at = pos.clamp(min=0, max=self.limit - 1)
-        block = table.gather(1, at // self.bs).long()
-        written = (pos >= 0) & (pos < cap[:, None]) & written
-        slots = torch.where(written, block * self.bs + at % self.bs, len(self.pool.users) * self.bs)     # (size, n)
-        first = torch.arange(0, size * n + 1, n, dtype=torch.int32, device=self.device)
-        return at.flatten(), Layout(slots.flatten(), table, length.int(), first, n)
+    def layout(self, total, n, low=None):
+        """For rows of total (size,) tokens, of which the last n are to be computed: ids and pos (size n,), anything where
+        there are fewer, and the Layout. Keys and values go into the rows' blocks from place low (size,) on, by default
+        from the first, as far as they will ever be asked for."""
+        size, (table, numbers, _) = len(total), self.on_device
+        if n not in self.firsts:
+            self.firsts[n] = torch.arange(0, len(table) * n + 1, n, dtype=torch.int32, device=self.device)
+        first, low, spare = self.firsts[n][:size + 1], total * 0 if low is None else low, len(self.pool.users) * self.bs
+        if runs_kernels(total):
+            ids, pos, slots = torch.empty(3, size * n, dtype=torch.int64, device=self.device)
+            length = torch.empty(size, dtype=torch.int32, device=self.device)
+            with torch.cuda.device_of(total):
+                layout_kernel[(size,)](
+                    total, low, table, numbers, self.history, ids, pos, slots, length, n, self.limit, self.bs, spare,
+                    table.stride(0), numbers.stride(0), self.history.stride(0), BLOCK=triton.next_power_of_2(n),
+                    num_warps=1, **overlap(self.device))
+            return ids, pos, Layout(slots, table[:size], length, first, n)
+        place = total[:, None] - n + torch.arange(n, device=self.device)     # (size, n)
+        pos, ids = place.clamp(0, self.limit - 1), self.history[:size].gather(1, place.clamp(min=0))
+        block = table[:size].gather(1, pos // self.bs).long()
+        written = (place >= low[:, None].clamp(min=0)) & (place < numbers[:size, 1:2])
+        slots = torch.where(written, block * self.bs + pos % self.bs, spare)
+        return ids.flatten(), pos.flatten(), Layout(slots.flatten(), table[:size], total.int(), first, n)
 
     def replay(self, f, *key):
         """f(*key), a method on what the device has; on CUDA as a graph, captured when first needed."""
@@ -913,10 +1204,11 @@ class Engine:
 
     def tokens(self, x, length, numbers, shares, how):
         """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
-        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], numbers[:, 3], length + numbers[:, 2], how)
+        u = None if how == "greedy" else uniform(numbers[:, 3:4], (length + numbers[:, 2])[:, None])[:, 0]      # (b,)
+        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how)[0]
 
     def how(self, requests):
-        """To draw for these, the cheapest way that serves them all; see `probabilities`."""
+        """To draw for these, the cheapest way that serves them all; see `draw`."""
         if any(r.top_k is not None or r.top_p is not None for r in requests):
             return "sorted"
         warm = sum(r.temperature >= 1e-6 for r in requests)

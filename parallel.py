@@ -33,7 +33,7 @@ from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -44,8 +44,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from flash import (LinearCrossEntropy, attention_naive, flash_attention, operator, softmax_grad, softmax_stats,
-                   torch_attention)
+from flash import (LinearCrossEntropy, attends, attention_naive, flash_attention, flash_forward, launch_backward, like,
+                   operator, softmax_grad, softmax_stats, torch_attention)
 from model import GPT, GPTConfig, UserError, derive, initial, is_matrix
 
 # --------------------------------------------------------------------------------------------------------------
@@ -969,29 +969,32 @@ def profile_layers(config, args):
 
 def profile_slices(config, args):
     """cost(n, before) for slice_tokens: seconds that a block takes for n tokens after `before` others, forward and
-    backward; a + b n + c n (before + n / 2), fitted to a few that are measured."""
+    backward. Measured when asked for: a formula in n and n (before + n / 2) misses that a GPU's multiprocessors come
+    out even for some lengths and not for others."""
     model = GPT(replace(config, n_layer=1), attention=args.attention, device=args.device).to(args.dtype)
-    T, block, rows = config.block_size, model.blocks["0"], []
-    for n in sorted({max(1, T // 16), max(1, T // 8), max(1, T // 4), max(1, T // 2)}):
-        for before in sorted({0, (T - n) // 2, T - n}):
-            x, past = (torch.randn(args.micro_batch, t, config.n_embd, device=args.device, dtype=args.dtype,
-                                   requires_grad=True) for t in (n, before))
+    block = model.blocks["0"]
 
-            def run():
-                prefix = Prefix(args.attention, (before, n) if before else (n,))
-                for part, tokens in enumerate((past, x) if before else (x,)):
-                    y = block(tokens, partial(prefix, part))
-                    y = y[0] if isinstance(y, tuple) else y
-                y.sum().backward()
+    def slices(*lengths):
+        """-> a function that runs slices one after the other, and gives the last one's answer."""
+        xs = [torch.randn(args.micro_batch, n, config.n_embd, device=args.device, dtype=args.dtype, requires_grad=True)
+              for n in lengths]
 
-            def earlier():
-                block(past, partial(Prefix(args.attention, (before, n)), 0))
-            rows.append((n, before, seconds(run, args.device, graph=args.graph) - (
-                seconds(earlier, args.device, graph=args.graph) if before else 0.0)))
-    n, before, taken = np.array(rows).T
-    terms = np.stack([np.ones_like(n), n, n * (before + n / 2)], 1)
-    a, b, c = np.linalg.lstsq(terms / taken[:, None], np.ones_like(taken), rcond=None)[0].clip(0)
-    return lambda n, before: a + b * n + c * n * (before + n / 2)
+        def run():
+            prefix = Prefix(args.attention, lengths)
+            for part, x in enumerate(xs):
+                y = block(x, partial(prefix, part))
+            return y[0] if isinstance(y, tuple) else y
+        return run
+
+    @lru_cache(None)
+    def cost(n, before):
+        run = slices(before, n) if before else slices(n)
+        return seconds(lambda: run().sum().backward(), args.device, 3, args.graph) - (alone(before) if before else 0.0)
+
+    @lru_cache(None)
+    def alone(before):
+        return seconds(slices(before), args.device, 3, args.graph)
+    return cost
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1823,22 +1826,30 @@ class SliceAttention(torch.autograd.Function):
             kept.data[:, :, begin:end] = x      # past what earlier slices saw, so that nothing saved for them changes
         ctx.whole, ctx.begin = whole, begin
         ctx.inputs = [x.detach().requires_grad_() for x in (q, *(kept[:, :, :end] for kept in whole.kept))]
+        if attention is flash_attention and attends(q):
+            ctx.o, ctx.lse = flash_forward(*ctx.inputs, True, q.size(3) ** -0.5)
+            return ctx.o.detach()
         same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)      # recomputation keeps out of here
         with torch.enable_grad(), same:
-            ctx.o = attention(*ctx.inputs)                                   # (B, nh, t, hs)
+            ctx.o, ctx.lse = attention(*ctx.inputs), None                    # (B, nh, t, hs)
         return ctx.o.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
-        dq, *grads = torch.autograd.grad(ctx.o, ctx.inputs, do)              # (B, nh, end, hs) for keys and values
-        end, sums = grads[0].size(2), ctx.whole.grads
-        if not sums:
-            sums += grads                                                    # the last slice's are the first
+        (q, keys, values), sums = ctx.inputs, ctx.whole.grads
+        end, last = keys.size(2), not sums      # the last slice's are the first, and of all keys
+        if ctx.lse is not None:                                              # the kernel adds
+            sums += [like(x) for x in (keys, values)] if last else []
+            grads = like(q), *(total[:, :, :end] for total in sums)
+            dq, *_ = launch_backward(q, keys, values, ctx.o, ctx.lse, do, None, True, q.size(3) ** -0.5, grads,
+                                     add=not last)
         else:
-            for total, grad in zip(sums, grads):
+            dq, *grads = torch.autograd.grad(ctx.o, ctx.inputs, do)          # (B, nh, end, hs) for keys and values
+            sums += grads if last else []
+            for total, grad in zip(sums, grads if not last else ()):
                 total[:, :, :end] += grad
-        ctx.o = ctx.inputs = None
+        ctx.o = ctx.lse = ctx.inputs = None
         return dq, *(total[:, :, ctx.begin:end] for total in sums), None, None, None
 
 

@@ -35,8 +35,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import BlockPool, Engine, head, invert, probabilities, seconds, serve, trunk, uniform
+from paged import (BlockPool, Engine, begin, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds,
+                   serve, trunk, uniform)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -64,6 +66,8 @@ def accept_rows(p, q, drafts, u, count):
     """accept for many texts at once: p (B, gamma + 1, V), q (B, gamma, V), drafts (B, gamma), random numbers u
     (B, gamma + 1) in [0, 1), and count (B,): how many of a row's drafts are drafts, the others aren't looked at.
     -> n_accepted (B,), next_token (B,), int64."""
+    if runs_kernels(p):
+        return accept_by_kernels(p.contiguous(), q.contiguous(), drafts.contiguous(), u, count)
     (B, gamma), row = drafts.shape, torch.arange(len(drafts), device=p.device)
     p_x, q_x = (x[:, :gamma].gather(2, drafts[..., None])[..., 0] for x in (p, q))       # (B, gamma)
     kept = (u[:, :-1] * q_x < p_x) & (torch.arange(gamma, device=p.device) < count[:, None])
@@ -74,6 +78,43 @@ def accept_rows(p, q, drafts, u, count):
         residual = torch.where(there, p_n - q[row, n.clamp(max=gamma - 1)], p_n).clamp(min=0)
         residual = torch.where(residual.any(1, keepdim=True), residual, p_n)
     return n, invert(residual, u[:, -1])
+
+
+@jit
+def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, rest_ptr, sum_ptr, V, gamma, u_row,
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """How many of a row's drafts are kept; the weights by which the token after them is drawn, in this piece of the ids,
+    and their sum."""
+    follow(OVERLAP)
+    begin(OVERLAP)
+    r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count, n, goes_on, x = tl.load(count_ptr + r), r * 0, r >= 0, r * 0
+    for j in range(gamma):
+        x = tl.load(draft_ptr + r * gamma + j)
+        p_x, q_x = tl.load(p_ptr + (r * (gamma + 1) + j) * V + x), tl.load(q_ptr + (r * gamma + j) * V + x)
+        goes_on &= (j < count) & (tl.load(u_ptr + r * u_row + j) * q_x < p_x)
+        n += goes_on.to(tl.int64)
+    at = i * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.load(p_ptr + (r * (gamma + 1) + n) * V + at, mask=at < V, other=0.0)
+    if n < count:
+        x = tl.load(draft_ptr + r * gamma + n)
+        rest = tl.maximum(rest - tl.load(q_ptr + (r * gamma + n) * V + at, mask=at < V, other=0.0), 0.0)
+    tl.store(else_ptr + r, x)      # to keep if no weight is left: p = q, and rounding alone said no
+    tl.store(rest_ptr + r * V + at, rest, mask=at < V)
+    tl.store(sum_ptr + r * tl.num_programs(1) + i, tl.sum(rest.to(tl.float64), 0))
+    tl.store(n_ptr + r, n)
+
+
+def accept_by_kernels(p, q, drafts, u, count):
+    """accept_rows, in two kernels."""
+    (B, gamma), V = drafts.shape, p.size(2)
+    BLOCK = piece_of(V)
+    (n, otherwise), rest = drafts.new_empty(2, B), p.new_empty(B, V)
+    sums = p.new_empty(B, triton.cdiv(V, BLOCK), dtype=torch.float64)
+    with torch.cuda.device_of(p):
+        accept_kernel[(B, sums.size(1))](p, q, drafts, u, count, n, otherwise, rest, sums, V, gamma, u.stride(0),
+                                         BLOCK=BLOCK, **overlap(p.device))
+    return n, draw_by_kernels(rest, None, u[:, -1], "sorted", False, sums, otherwise)[0]
 
 
 def tokens_a_call(alpha, gamma):
@@ -88,8 +129,12 @@ def speedup(alpha, gamma, c, check=1.0):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# 2. Drafts: propose(engine, size, how, gamma, length, count) for rows 0 .. size - 1 of the engine, whose texts have
-# length (size,) tokens -> drafts (size, gamma), q (size, gamma, V), count (size,)
+# 2. Drafts
+#
+#     propose(engine, size, how, gamma, length, place, count) -> q (size, gamma, V), count (size,)
+#
+# for rows 0 .. size - 1 of the engine, whose texts have length (size,) tokens: up to count (size,) drafts each, put into
+# the engine's history from place (size,) on, what they were drawn from, and how many there are.
 
 class Drafts:
     """What the engine asks of either kind, beside `propose`; here that of one which keeps nothing."""
@@ -129,26 +174,23 @@ class Model(Drafts):
     def end(self, size, runs, all_kept):
         self.behind[:size] = torch.where(runs > 0, all_kept, self.behind[:size])
 
-    def propose(self, engine, size, how, gamma, length, count):
+    def propose(self, engine, size, how, gamma, length, place, count):
         count = torch.minimum(count, (self.limit - length).clamp(min=0))     # its positions may end earlier
         _, numbers, shares = (x[:size] for x in engine.on_device)
-        drafts, qs, u = [], [], uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + torch.arange(
-            gamma, device=engine.device))                                    # (size, gamma)
+        step, q = torch.arange(gamma, device=engine.device), []
+        u = None if how == "greedy" else uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + step)
+        places = place[:, None] + step                                       # (size, gamma)
         for j in range(gamma):
-            last = length - 1 + j                                            # (size,): place of the newest token
             if j == 0:
-                pos = torch.stack([last - 1, last], 1)                       # (size, 2)
-                ids = engine.history[:size].gather(1, pos.clamp(min=0))
-                written = torch.stack([self.behind[:size], length > 0], 1)
-            else:
-                pos, ids, written = last[:, None], drafts[-1][:, None], (j <= count)[:, None]
-            at, layout = engine.layout(length + j * (length > 0), pos, written)
-            x = self.forward(ids.flatten(), at, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
-            logits = head(self.model, x)                                     # (size, V)
-            q = probabilities(logits, shares[:, 0], numbers[:, 4], shares[:, 1], how)      # (size, V)
-            drafts.append(logits.argmax(-1) if how == "greedy" else invert(q, u[:, j]))
-            qs.append(q)
-        return torch.stack(drafts, 1), torch.stack(qs, 1), count
+                ids, pos, layout = engine.layout(length, 2, length - 1 - self.behind[:size].long())
+            else:      # past a row's count nothing is written, and nothing of it is looked at
+                ids, pos, layout = engine.layout(length + count.clamp(max=j), 1, length - 1 + j)
+            x = self.forward(ids, pos, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
+            token, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None if u is None else u[:, j],
+                            how, keep=True)
+            engine.history[:size].scatter_(1, places[:, j:j + 1], token.clamp(min=0)[:, None])
+            q.append(p)                                                      # (size, V)
+        return torch.stack(q, 1), count
 
 
 class Lookup(Drafts):
@@ -158,7 +200,7 @@ class Lookup(Drafts):
     def __init__(self, longest=8):
         self.longest = longest
 
-    def propose(self, engine, size, how, gamma, length, count):
+    def propose(self, engine, size, how, gamma, length, place, count):
         history, n, device = engine.history[:size], self.longest, engine.device
         index = torch.arange(history.size(1), device=device)
         windows = F.pad(history, (n - 1, 0), value=-1).unfold(1, n, 1)       # (size, limit, n): what ends at each place
@@ -170,9 +212,10 @@ class Lookup(Drafts):
         best = score.argmax(1, keepdim=True)                                 # (size, 1)
         found = match.gather(1, best)[:, 0] * (length > 1)
         period = (ends - best).clamp(min=1)                                  # from there the text is its own draft
-        drafts = history.gather(1, best + 1 + torch.arange(gamma, device=device) % period)
-        q = F.one_hot(drafts, engine.vocab).float()
-        return drafts, q, torch.where(found > 0, count, 0)
+        step = torch.arange(gamma, device=device)
+        drafts = history.gather(1, best + 1 + step % period)                 # (size, gamma)
+        history.scatter_(1, place[:, None] + step, drafts)
+        return F.one_hot(drafts, engine.vocab).float(), torch.where(found > 0, count, 0)
 
 
 # streams of random numbers beside the one that the target draws from; a place in the text is drafted, tested and drawn
@@ -325,36 +368,34 @@ class Speculator(Engine):
     # ---- on the device
 
     def propose(self, size, how, gamma):
-        """Drafts for rows 0 .. size - 1, as Model and Lookup say, at most as many as there is room for."""
+        """Puts drafts for rows 0 .. size - 1 into the history, as many as there is room for. -> what they were drawn
+        from, q (size, gamma, V), and how many there are, count (size,)."""
         runs, cap = self.on_device[1][:size, :2].unbind(1)
-        length = self.length[:size] * runs
-        return self.draft.propose(self, size, how, gamma, length, (cap - length).clamp(0, gamma) * runs)
+        length, place = self.places(size)
+        return self.draft.propose(self, size, how, gamma, length, place, (cap - length).clamp(0, gamma) * runs)
 
     def decode_rows(self, size, how, gamma):
         """A round for rows 0 .. size - 1: (size, gamma + 2), tokens, DROPPED where none was kept, and the number of
         drafts."""
         _, numbers, shares = (x[:size] for x in self.on_device)
-        history, runs = self.history[:size], numbers[:, 0]
-        length, step = self.length[:size] * runs, torch.arange(gamma + 1, device=self.device)
-        places = length[:, None] + step                                      # (size, gamma + 1) of the new tokens
-        drafts, q, count = places[:, :0], places.new_zeros(size, 0, self.vocab), length * 0
+        history, runs, step = self.history[:size], numbers[:, 0], torch.arange(gamma + 1, device=self.device)
+        length, place = self.places(size)
+        q, count = shares.new_zeros(size, 0, self.vocab), length * 0
         if gamma:
-            drafts, q, count = self.propose(size, how, gamma)                # (size, gamma), (size, gamma, V), (size,)
-            self.note(places[:, :-1], drafts, runs)
-        pos = places - 1 - (gamma - count)[:, None]                          # the last draft comes last
-        at, layout = self.layout(length + count, pos, pos >= length[:, None] - 1)
-        x = super().forward(history.gather(1, pos.clamp(min=0)).flatten(), at, layout).view(size, gamma + 1, -1)
+            q, count = self.propose(size, how, gamma)                        # (size, gamma, V), (size,)
+        ids, pos, layout = self.layout(length + count, gamma + 1, length - 1)      # the last draft comes last
+        x = super().forward(ids, pos, layout).view(size, gamma + 1, -1)
         first = ((gamma - count)[:, None] + step).clamp(max=gamma)           # (size, gamma + 1): the newest token first
         x = x.gather(1, first[..., None].expand_as(x)).flatten(0, 1)         # (size (gamma + 1), C)
         logits = head(self.model, x)
-        each = (y[:, None].expand(-1, gamma + 1).flatten() for y in (shares[:, 0], numbers[:, 4], shares[:, 1]))
-        p = probabilities(logits, *each, how).view(size, gamma + 1, -1)
+        _, p = draw(logits, shares[:, 0], numbers[:, 4], shares[:, 1], None, how, keep=True)
         u = uniform(numbers[:, 3:4] + torch.where(step < gamma, TESTS, 0),
                     (length + numbers[:, 2])[:, None] + step % max(1, gamma))       # (size, gamma + 1)
-        n, token = accept_rows(p, q, drafts, u, count)                       # (size,), (size,)
+        new = length[:, None] + step                                         # (size, gamma + 1), their places
+        n, token = accept_rows(p.view(size, gamma + 1, -1), q, history.gather(1, new[:, :-1]), u, count)
+        history.scatter_(1, (place + n)[:, None], token.clamp(min=0)[:, None])
         finite = logits.amax(-1).isfinite().view(size, -1).all(1)
-        self.note((length + n)[:, None], token[:, None], runs)
-        out = torch.where(step <= n[:, None], history.gather(1, places), DROPPED)
+        out = torch.where(step <= n[:, None], history.gather(1, new), DROPPED)
         out = torch.cat([torch.where(finite[:, None], out, -1), count[:, None]], 1)
         self.length[:size] += (n + 1) * runs
         if gamma:

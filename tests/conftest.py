@@ -18,6 +18,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 import flash
 import paged
+import speculate
 
 os.environ.pop("TRITON_INTERPRET", None)      # the programs started have a CPU's defaults
 flash.INTERPRETED = False

@@ -16,6 +16,7 @@ from flash import (LinearCrossEntropy, RecomputedMLP, attention_naive, attention
                    launch_forward, linear_cross_entropy, matmul_tiled, merge, packed_flash_attention, softmax_grad,
                    softmax_loss, softmax_online, softmax_rows, softmax_safe, softmax_stats,
                    torch_attention)
+from parallel import Prefix
 
 ROOT = Path(__file__).parent.parent
 CUDA = DEVICE == "cuda"
@@ -232,6 +233,25 @@ def test_memory_beside_the_tensors_stays_out(causal):
     o = flash_attention(*clean, causal)
     for a, b in zip(grads, torch.autograd.grad(o, clean, do.clone())):
         assert torch.equal(a, b)
+
+
+@needs_triton
+@pytest.mark.parametrize("hs", [16, 20])
+def test_slices_of_a_sequence(hs):
+    """As TeraPipe has them: each slice's queries see all keys so far, gradients of keys come together in one tensor."""
+    lengths, attend = (70, 1, 9, 40), Prefix("auto", (70, 1, 9, 40))
+    qkv, do = (torch.randn(2, 120, n, hs, device=DEVICE) for n in (6, 2))                      # (B, T, 3 nh, hs)
+    whole, parts = qkv.requires_grad_(), qkv.detach().clone().requires_grad_()
+    o = flash_attention(*whole.view(2, 120, 3, 2, hs).permute(2, 0, 3, 1, 4).unbind(0))        # (B, nh, T, hs)
+    o.backward(do.transpose(1, 2))
+    outs = []
+    for i, x in enumerate(parts.split(lengths, 1)):
+        q, k, v = x.view(2, -1, 3, 2, hs).permute(2, 0, 3, 1, 4).unbind(0)
+        outs.append(attend(i, 0, q, k, v))
+    assert (torch.cat(outs, 2) - o).abs().max() < 1e-5
+    for out, d in reversed(list(zip(outs, do.transpose(1, 2).split(lengths, 2)))):
+        out.backward(d)
+    assert (parts.grad - whole.grad).abs().max() < 1e-4
 
 
 @needs_triton

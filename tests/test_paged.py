@@ -10,6 +10,7 @@ import torch
 from conftest import DEVICE
 
 import flash
+import paged
 from model import GPT, GPTConfig, LayerNorm, UserError, distribution, gelu
 from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, invert, linear,
                    paged_attention, paged_attention_reference, trunk, uniform, write_pages)
@@ -179,12 +180,12 @@ def test_more_than_2_to_the_31_numbers():
 def test_uniform_numbers_are_uniform_and_of_their_own_stream():
     n = torch.arange(200_000, device=DEVICE)
     for seed in (0, 1, -5, 2 ** 62 + 3):
-        u = uniform(torch.full_like(n, seed), n)
+        u = uniform(torch.full_like(n, seed)[:, None], n[:, None])[:, 0]
         assert 0 <= u.min() and u.max() < 1
         counts = torch.histc(u.float().cpu(), 100, 0, 1)
         assert ((counts - 2000) ** 2 / 2000).sum() < 170                     # chi-square of 99: p = 1e-5
         assert abs(np.corrcoef(u[:-1].cpu(), u[1:].cpu())[0, 1]) < 0.02
-    a, b = uniform(n * 0 + 1, n).cpu(), uniform(n * 0 + 2, n).cpu()
+    a, b = uniform(torch.tensor([[1, 2]], device=DEVICE), n[:, None]).cpu().T
     assert abs(np.corrcoef(a, b)[0, 1]) < 0.02
 
 
@@ -197,7 +198,7 @@ def test_tokens_are_drawn_from_their_distribution():
     step = torch.arange(n, device=DEVICE)
     for row in range(4):
         each = [x[row].expand(n, *x[row].shape) for x in (logits, t, k, p)]
-        tokens = draw(*each, torch.full_like(step, 7 + row), step, "sorted").cpu()
+        tokens = draw(*each, torch.rand(n, dtype=torch.float64, device=DEVICE), "sorted")[0].cpu()
         seen, expected = torch.bincount(tokens, minlength=8), want[row].cpu() * n
         there = expected > 0
         assert seen[~there].sum() == 0
@@ -217,11 +218,73 @@ def test_a_weight_is_drawn_where_the_running_sum_passes(V):
     assert (cdf.gather(1, got) - p.gather(1, got) <= u[:, None] * cdf[:, -1:] + 1e-9).all()
 
 
+@needs_triton
+def test_kernels_give_the_same_random_numbers(kernels, monkeypatch):
+    seed = torch.randint(-2 ** 62, 2 ** 62, (5, 1), device=DEVICE)
+    n = torch.randint(0, 2 ** 40, (5, 7), device=DEVICE)
+    got = [uniform(seed, n), uniform(seed[:, 0:1], n[:, ::3])]
+    assert torch.equal(got[1], got[0][:, ::3])
+    assert torch.equal(got[0].cpu(), uniform(seed.cpu(), n.cpu()) if DEVICE == "cuda" else without(monkeypatch, uniform, seed, n))
+
+
+def without(monkeypatch, f, *args, **kwargs):
+    """f by torch, as on a CPU."""
+    with monkeypatch.context() as m:
+        m.setattr(flash, "triton", None)
+        m.setattr(paged, "runs_kernels", lambda x: False)
+        return f(*args, **kwargs)
+
+
+@needs_triton
+@pytest.mark.parametrize("how", ["greedy", "warm", "plain", "sorted"])
+@pytest.mark.parametrize("V,per", [(1, 1), (65, 3), (300, 2), (5000, 1)])
+def test_kernels_draw_as_torch(how, V, per, kernels, monkeypatch):
+    b = 6
+    logits = (3 * torch.randn(b * per, V + 5)).to(DEVICE, torch.float16)[:, :V]                # rows apart, and equals
+    logits[1, V // 2:] = -math.inf if V > 1 else 0
+    logits[2, V // 3] = math.nan
+    logits[3, V // 3] = math.inf
+    t = torch.rand(b, device=DEVICE) + 0.2
+    t = t * 0 if how == "greedy" else t if how == "warm" else t * (torch.arange(b, device=DEVICE) % 2)
+    settings = t, torch.randint(1, V + 1, (b,), device=DEVICE), torch.rand(b, device=DEVICE) + 0.1
+    u = torch.rand(b * per, dtype=torch.float64, device=DEVICE)
+    u[0], u[4] = 0, 1 - 2 ** -53
+    token, p = draw(logits, *settings, u, how, keep=True)
+    want, want_p = without(monkeypatch, draw, logits, *settings, u, how, keep=True)
+    real = torch.arange(b * per, device=DEVICE) % (b * per) != 2
+    real[3] = False
+    assert (token[~real] == -1).all() and (want[~real] == -1).all()
+    assert (p[real] - want_p[real]).abs().max() < 2e-6
+    cdf = want_p.double().cumsum(-1)
+    for found in (token, want):      # where the running sum passes u
+        at, mass = (x[real].gather(1, found[real, None])[:, 0] for x in (cdf, want_p))
+        assert (mass > 0).all() and (at > u[real] - 2e-6).all() and (at - mass < u[real] + 2e-6).all() or how == "greedy"
+    assert (token == want)[real].float().mean() > 0.7 and (how != "greedy" or torch.equal(token[real], want[real]))
+    assert torch.equal(token, draw(logits, *settings, u, how)[0]) and torch.equal(draw(logits, *settings, None, how, True)[1][real], p[real])
+
+
+@needs_triton
+@pytest.mark.parametrize("bs,n", [(1, 1), (4, 2), (3, 5)])
+def test_a_kernel_lays_out_as_torch(model, bs, n, kernels, monkeypatch):
+    engine = Engine(model, 100, bs, 6)
+    table, numbers, _ = engine.on_device
+    table.copy_(torch.randint(0, 100, table.shape)), engine.history.copy_(torch.randint(0, 65, engine.history.shape))
+    numbers[:, 1] = torch.randint(1, LIMIT + 1, (6,))
+    total = torch.tensor([0, 1, 2, LIMIT - 1, LIMIT, 17], device=DEVICE)
+    for low in (None, total - 2):
+        ids, pos, layout = engine.layout(total, n, low)
+        want = without(monkeypatch, engine.layout, total, n, low)
+        assert all(torch.equal(a, b) for a, b in zip(layout[:4], want[2])) and torch.equal(pos, want[1]) and layout.most == n
+        seen = (total[:, None] - n + torch.arange(n, device=DEVICE) >= 0).flatten()
+        assert torch.equal(ids[seen], want[0][seen])
+
+
 # ---- the block in few kernels -----------------------------------------------------------------------------------
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
-@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (1, 128, 16), (2, 129, 48), (1, 5000, 7), (9, 40, 50)])
+@pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (1, 128, 16), (2, 129, 48), (1, 5000, 7), (3, 40, 50),
+                                   (5, 1600, 33), (8, 2100, 9), (9, 40, 50)])
 @pytest.mark.parametrize("what", [(), ("norm",), ("bias", "activation"), ("bias", "residual"),
                                   ("shifted norm", "bias", "activation", "residual")])
 def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
@@ -237,10 +300,13 @@ def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
     h = torch.nn.functional.gelu(h, approximate="tanh") if "activation" in what else h
     h = h + residual.double() if "residual" in what else h
     with torch.no_grad():
-        got = linear(x, w, b if "bias" in what else None, norm if "norm" in " ".join(what) else None,
-                     gelu if "activation" in what else None, residual if "residual" in what else None)
+        more = [b if "bias" in what else None, norm if "norm" in " ".join(what) else None,
+                gelu if "activation" in what else None, residual if "residual" in what else None]
+        apart = torch.stack([x, x * math.nan], 1)[:, 0]                      # rows that don't follow each other
+        got = [linear(x, w, *more[:3], residual=more[3] if more[3] is None else more[3].clone()) for x in (x, apart)]
     error = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
-    assert (got.double() - h).abs().max() < error * h.abs().max().clamp(min=1)
+    for y in got:
+        assert (y.double() - h).abs().max() < error * h.abs().max().clamp(min=1)
 
 
 @needs_triton

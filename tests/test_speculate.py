@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import DEVICE
 
+import flash
 from model import GPT, GPTConfig, UserError, distribution
 from paged import ContiguousCache, Engine, invert
 from speculate import (Lookup, Speculator, accept, accept_rows, divergences, figures, sentence, speedup,
@@ -136,6 +137,31 @@ def test_many_rows_are_each_as_one(V):
         assert int(n[1]) == 0 and int(token[1]) == int(invert(p[:1], u[-1:]))
 
 
+@pytest.mark.skipif(flash.triton is None, reason="needs Triton")
+@pytest.mark.parametrize("V", [8, 3000])
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_kernels_accept_as_torch(gamma, V, monkeypatch):
+    B = 12
+    p, q = (torch.randn(B, n, V).mul(2).softmax(-1) for n in (gamma + 1, gamma))
+    q[:4], count = p[:4, :-1], torch.randint(0, gamma + 1, (B,))
+    drafts = torch.multinomial(q.view(-1, V), 1).view(B, gamma) if gamma else torch.zeros(B, 0, dtype=torch.int64)
+    u = torch.rand(B, gamma + 1).double()
+    u[:4, 0], u[4:6, -1] = 1 - 2 ** -53, 0.0
+    if gamma:      # a draft that is dropped, and no weight left to any other
+        p[0, 0] = q[0, 0] * (1 - 1e-6)
+        count[0], u[0, 0] = gamma, 1 - 1e-9
+    args = [x.to(DEVICE) for x in (p, q, drafts, u, count)]
+    want = accept_rows(*(x.cpu() for x in args))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(flash, "INTERPRETED", True)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    n, token = (x.cpu() for x in accept_rows(*args))
+    assert torch.equal(n, want[0])
+    if gamma:
+        assert n[0] == 0 and token[0] == drafts[0, 0]
+    assert torch.equal(token[1:], want[1][1:])
+
+
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_tokens_a_call_are_as_predicted(gamma):
     p, q = (x[:1].expand(n, -1).contiguous() for x, n in zip(tables(1), (gamma + 1, gamma)))
@@ -262,9 +288,11 @@ def test_what_was_before_is_looked_up():
         engine.history.fill_(want[0] if want else 3)      # past the text is anything
         engine.history[0, :len(text)] = torch.tensor(text)
         full = torch.full((1,), 5, device=DEVICE)
-        drafts, q, count = Lookup().propose(engine, 1, "plain", 5, full * 0 + len(text), full)
+        length = full * 0 + len(text)
+        q, count = Lookup().propose(engine, 1, "plain", 5, length, length, full)
         assert count.item() == (5 if want else 0)
-        assert want is None or drafts[0].tolist() == want and (q[0, torch.arange(5), want] == 1).all()
+        drafts = engine.history[0, len(text):len(text) + 5].tolist()
+        assert want is None or drafts == want and (q[0, torch.arange(5), want] == 1).all()
 
 
 def test_gamma_follows_acceptance_and_cost(target):
@@ -338,8 +366,8 @@ def test_where_the_draft_cannot_follow_none_is_asked(target, monkeypatch):
     draft = random_model(1, block_size=LIMIT // 4)
     engine, asked = Speculator(target, 50, 4, 2, draft=draft, gamma=3), []
     propose = engine.draft.propose
-    monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, length, count: asked.append(
-        length.tolist()) or propose(engine, size, how, gamma, length, count))
+    monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, length, *more: asked.append(
+        length.tolist()) or propose(engine, size, how, gamma, length, *more))
     engine.lag, engine.graph = 0, False
     prompts = [ids(3), ids(4)]
     texts = [engine.add(prompt, LIMIT + 20, 0.0) for prompt in prompts]
