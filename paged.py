@@ -218,9 +218,16 @@ def paged_attention_reference(q, k, v, table, length, start):
 # such as reading weights, and then waits for it to end.
 
 @lru_cache
+def recent():
+    """Whether this Triton, 3.5 or later, knows how to, and has products of fewer than 16 columns."""
+    return [int(part) for part in triton.__version__.split(".")[:2]] >= [3, 5]
+
+
+@lru_cache
 def overlap(device):
     """Options of a launch on this device, by which `begin` and `follow` do what they say."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
+    hopper = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+    if not hopper or not recent():
         return dict(OVERLAP=False)
     return dict(OVERLAP=True, launch_pdl=True)
 
@@ -317,7 +324,7 @@ def attention_shape(R, nh, HS, most, positions, splits=None):
         splits = 2 ** max(0, min(768 // max(1, R * nh), positions // 64, 32).bit_length() - 1) if M == 16 else 1
     warps, stages, after = (4, 5, "then") if splits > 16 else (4, 2, "first") if splits > 1 else (2, 3, "last")
     if HS > 64 or M == 64:
-        warps, stages = 4, 2 if HS > 128 or M == 64 and HS > 64 else stages
+        warps, stages = 4, 2 if HS > 128 or M == 64 and HS > 64 else max(stages, 3)
     return dict(SPLITS=splits, BLOCK_M=M, BLOCK_N=64 if HS <= 128 else 32, NEXT=after, num_warps=warps,
                 num_stages=stages)
 
@@ -369,10 +376,10 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # --------------------------------------------------------------------------------------------------------------
 # 4. The block once more, for few tokens
 #
-# A product of one or two rows with a matrix takes as long as reading the matrix, if only that is kept up: kernels that
-# begin and end one after the other don't. So few of them: what stands before a product (layer norm) and after it (bias,
-# GELU, the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. A program
-# asks for all of its part of the matrix at once, and norms the rows while that comes.
+# A product of a few rows with a matrix takes as long as reading the matrix, if only that is kept up: kernels that begin
+# and end one after the other don't. So few of them: what stands before a product (layer norm) and after it (bias, GELU,
+# the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. And a program
+# asks for its part of the matrix before the kernel ahead has ended, which made the rows.
 
 FEW, SOME = 2, 8      # rows that the two kernels take; for more, the library's products are as fast
 
@@ -422,9 +429,9 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
                      NORM: tl.constexpr, SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr,
                      ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
                      ALL_K: tl.constexpr, OVERLAP: tl.constexpr):
-    """As few_rows_kernel, by tensor cores, for up to ROWS rows. They take 16 rows at least, so they compute y transposed,
-    w @ x.T, BLOCK_N rows of it. Each warp sums over one of PARTS of every BLOCK_K of K; the next weights come while these
-    are multiplied."""
+    """As few_rows_kernel, by tensor cores, for up to ROWS rows. They take 16 rows at least, so what they compute is y
+    transposed, w @ x.T, BLOCK_N rows of it. Each warp sums over one of PARTS of every BLOCK_K of K; the next weights
+    come while these are multiplied."""
     begin(OVERLAP)
     i, cols, part = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, PARTS)
     mine = cols < n
@@ -465,20 +472,22 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
 
 
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; one row or two on a GPU as one
-    kernel. The answer overwrites the residual.
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 8 rows on a GPU, in float32 up
+    to 2, as one kernel. The answer overwrites the residual.
 
     x (N, K) with 1 as its last stride, w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual
-    (N, n) -> (N, n). The last two kernels before it mustn't have written w, b or the norm's weights."""
+    (N, n) -> (N, n). w, b and the norm's weights must have been written before the last kernel that begins after it
+    follows, or does neither: `embed`, say."""
     N, (n, K) = len(x), w.shape
-    few, some = 0 < N <= FEW and K <= 16384, FEW < N <= SOME and x.dtype != torch.float32
-    if has_kernels(x) and (few or some):
+    few = 0 < N <= FEW and K <= 16384
+    some = FEW < N <= SOME and x.dtype != torch.float32 and (K <= 2048 or not norm)            # rows fit into registers
+    if has_kernels(x) and (few or some and recent()):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
         what = dict(BIAS=b is not None, NORM=norm is not None, SHIFT=shift is not None, GELU=activation is not None,
                     RESIDUAL=residual is not None, **overlap(x.device))
         ALL_K = triton.next_power_of_2(K)
-        BLOCK_N = 16 if some or n > 16384 else max(2, min(8, 16384 // ALL_K))
+        BLOCK_N = 16 if some else max(2, min(16 if n > 16384 else 8, 65536 // (ALL_K * x.element_size())))
         with torch.cuda.device_of(x):
             if few:
                 few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
@@ -565,8 +574,8 @@ def uniform(seed, n):
 
 
 def mixed_bits(seed, n):
-    """53 bits, int64, of torch's tensors or Triton's. To shift to the right as if unsigned, the bits that come in at the
-    left are taken off."""
+    """53 bits, int64, of torch's tensors or Triton's. To shift to the right as if unsigned, the bits that come in at
+    the left are taken off."""
     x = seed + (n + 1) * -0x61C8864680B583EB
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
@@ -629,7 +638,8 @@ def invert(p, u, piece=256):
     if p.size(1) <= 4 * piece:
         sums = p.cumsum(-1, dtype=wide(p))                                   # (b, V)
         return passed(sums, u[:, None] * sums[:, -1:])
-    pieces = F.pad(p, (0, -p.size(1) % piece)).view(len(p), -1, piece)       # (b, V / piece, piece)
+    count = -(-p.size(1) // piece)
+    pieces = F.pad(p, (0, count * piece - p.size(1))).view(len(p), count, piece)
     ends = pieces.sum(-1, dtype=wide(p)).cumsum(-1)                          # (b, V / piece)
     target = u[:, None] * ends[:, -1:]                                       # (b, 1)
     i = passed(ends, target)                                                 # (b,)
@@ -702,8 +712,8 @@ def piece_of(V):
 
 
 def draw_by_kernels(x, temperature, u, how, keep, sums=None, otherwise=None):
-    """As draw. x (N, V): logits, or if how is "sorted" weights; of these the pieces' sums (N, pieces) float64 if they are
-    known; otherwise: tokens (N,) for rows whose weights are all 0."""
+    """As draw. x (N, V): logits, or if how is "sorted" weights; sums (N, pieces) float64 of these, if they are known;
+    otherwise: tokens (N,) for rows whose weights are all 0."""
     (N, V), given, draws = x.shape, how == "sorted", u is not None or how == "greedy"
     BLOCK = piece_of(V)
     pieces = triton.cdiv(V, BLOCK)
@@ -1153,9 +1163,9 @@ class Engine:
         return length, torch.where(runs > 0, length, self.limit + self.ahead + 1)
 
     def layout(self, total, n, low=None):
-        """For rows of total (size,) tokens, of which the last n are to be computed: ids and pos (size n,), anything where
-        there are fewer, and the Layout. Keys and values go into the rows' blocks from place low (size,) on, by default
-        from the first, as far as they will ever be asked for."""
+        """For rows of total (size,) tokens, of which the last n are to be computed: ids and pos (size n,), anything
+        where there are fewer, and the Layout. Keys and values go into the rows' blocks from place low (size,) on, by
+        default from the first, as far as they will ever be asked for."""
         size, (table, numbers, _) = len(total), self.on_device
         if n not in self.firsts:
             self.firsts[n] = torch.arange(0, len(table) * n + 1, n, dtype=torch.int32, device=self.device)

@@ -989,7 +989,8 @@ def profile_slices(config, args):
     @lru_cache(None)
     def cost(n, before):
         run = slices(before, n) if before else slices(n)
-        return seconds(lambda: run().sum().backward(), args.device, 3, args.graph) - (alone(before) if before else 0.0)
+        both = seconds(lambda: run().sum().backward(), args.device, 3, args.graph)
+        return max(1e-9, both - (alone(before) if before else 0.0))
 
     @lru_cache(None)
     def alone(before):

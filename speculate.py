@@ -26,6 +26,8 @@ Reads top to bottom: acceptance for one text, for many; where drafts come from; 
 What it can't do: trees of drafts; draft and target on different devices.
 """
 
+from __future__ import annotations      # kernels name tl.constexpr, also where there is no tl
+
 import math
 import sys
 import time
@@ -83,8 +85,8 @@ def accept_rows(p, q, drafts, u, count):
 @jit
 def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, rest_ptr, sum_ptr, V, gamma, u_row,
                   BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many of a row's drafts are kept; the weights by which the token after them is drawn, in this piece of the ids,
-    and their sum."""
+    """How many of a row's drafts are kept; and in this piece of the ids the weights by which the token after them is
+    drawn, and their sum."""
     follow(OVERLAP)
     begin(OVERLAP)
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -133,8 +135,8 @@ def speedup(alpha, gamma, c, check=1.0):
 #
 #     propose(engine, size, how, gamma, length, place, count) -> q (size, gamma, V), count (size,)
 #
-# for rows 0 .. size - 1 of the engine, whose texts have length (size,) tokens: up to count (size,) drafts each, put into
-# the engine's history from place (size,) on, what they were drawn from, and how many there are.
+# for rows 0 .. size - 1 of the engine, whose texts have length (size,) tokens: up to count (size,) drafts each, put
+# into the engine's history from place (size,) on, what they were drawn from, and how many there are.
 
 class Drafts:
     """What the engine asks of either kind, beside `propose`; here that of one which keeps nothing."""
@@ -177,7 +179,7 @@ class Model(Drafts):
     def propose(self, engine, size, how, gamma, length, place, count):
         count = torch.minimum(count, (self.limit - length).clamp(min=0))     # its positions may end earlier
         _, numbers, shares = (x[:size] for x in engine.on_device)
-        step, q = torch.arange(gamma, device=engine.device), []
+        step, tokens, q = torch.arange(gamma, device=engine.device), [], []
         u = None if how == "greedy" else uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + step)
         places = place[:, None] + step                                       # (size, gamma)
         for j in range(gamma):
@@ -186,11 +188,13 @@ class Model(Drafts):
             else:      # past a row's count nothing is written, and nothing of it is looked at
                 ids, pos, layout = engine.layout(length + count.clamp(max=j), 1, length - 1 + j)
             x = self.forward(ids, pos, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
-            token, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None if u is None else u[:, j],
-                            how, keep=True)
+            token, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1],
+                            None if u is None else u[:, j], how, keep=True)
             engine.history[:size].scatter_(1, places[:, j:j + 1], token.clamp(min=0)[:, None])
+            tokens.append(token)
             q.append(p)                                                      # (size, V)
-        return torch.stack(q, 1), count
+        real = (torch.stack(tokens, 1) >= 0).long().cumprod(1).sum(1)        # (size,): until logits were no numbers
+        return torch.stack(q, 1), torch.minimum(count, real)
 
 
 class Lookup(Drafts):

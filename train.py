@@ -771,8 +771,8 @@ def plan(args, config, mesh):
 
 
 def plan_slices(config, args):
-    """Tokens of each slice, by TeraPipe's dynamic program in eighths of the sequence; equal slices, unless others should
-    be faster by 5%: less than that one measured block doesn't know of the whole."""
+    """Tokens of each slice, by TeraPipe's dynamic program in eighths of the sequence; equal slices, unless others
+    should be faster by 5%: less than that one measured block doesn't know of the whole."""
     T, cost = config.block_size, profile_slices(config, args)
     planned, seconds = slice_tokens(cost, T, args.pp, -(-T // 8))
 

@@ -205,8 +205,19 @@ def test_tokens_are_drawn_from_their_distribution():
         assert ((seen - expected)[there] ** 2 / expected[there]).sum() < 35                  # of at most 7: p = 1e-5
 
 
-@pytest.mark.parametrize("V", [1, 255, 256, 1000])
+@pytest.mark.parametrize("budget", [4, 100])
+def test_a_step_that_draws_nothing(budget):
+    """A prompt in parts, and a vocabulary that is drawn from by pieces."""
+    model = GPT(GPTConfig(vocab_size=2000, block_size=LIMIT, n_layer=1, n_head=2, n_embd=32), seed=1).to(DEVICE).eval()
+    engine, prompt = Engine(model, 40, 4, 2, budget), ids(20)
+    request = engine.add(prompt, 5, 0.0)
+    drain(engine)
+    assert request.tokens == greedy(model, prompt, 5)
+
+
+@pytest.mark.parametrize("V", [1, 255, 256, 1000, 1025])
 def test_a_weight_is_drawn_where_the_running_sum_passes(V):
+    assert invert(torch.rand(0, V, device=DEVICE), torch.rand(0, device=DEVICE)).shape == (0,)
     p = torch.rand(50, V, device=DEVICE) * (torch.rand(50, V, device=DEVICE) < 0.3)
     p[:, V // 2] += 0.1
     u = torch.rand(50, device=DEVICE, dtype=torch.float64)

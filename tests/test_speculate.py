@@ -280,6 +280,29 @@ def test_a_seed_writes_the_same_alone_and_in_a_crowd(target, draft):
     assert written(False, 100) == written(True, 100) == written(True, 12)
 
 
+def test_a_draft_that_diverged_writes_nothing(target):
+    """From some place on its logits are no numbers."""
+    draft = noisy(target, 0.1)
+    draft.wpe.weight.data[12:] = math.nan
+    prompts = [ids(3), ids(7), ids(20)]
+    for temperature in (0.0, 1e-3):      # drawn, but from one token
+        engine = Speculator(target, 100, 4, 4, draft=draft, gamma=3)
+        texts = [engine.add(prompt, 15, temperature) for prompt in prompts]
+        drain(engine)
+        assert [r.tokens for r in texts] == [greedy(target, prompt, 15) for prompt in prompts]
+        assert set(texts[2].wrote) == {"target"} and "draft" in texts[0].wrote
+
+
+def test_a_vocabulary_in_pieces():
+    target, draft = random_model(1, V=3000), random_model(1, V=3000)
+    for who in (draft, target, None):
+        engine, prompt = Speculator(target, 60, 4, 2, draft=who, gamma=2), ids(9, 3000)
+        text = engine.add(prompt, 12, 0.0)
+        engine.add(prompt, 12, 1.0)
+        drain(engine)
+        assert text.tokens == greedy(target, prompt, 12)
+
+
 def test_what_was_before_is_looked_up():
     engine = Speculator(random_model(1), 30, 4, 2, draft=None, gamma=5)
     for text, want in (([1, 2, 3, 4, 9, 1, 2, 3], [4, 9, 1, 2, 3]),          # the longest, continued

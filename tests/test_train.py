@@ -646,5 +646,5 @@ def test_help_is_a_manual(capsys):
 
 
 def test_it_runs_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import model, paged, train, sample"
+    code = "import sys; sys.modules['triton'] = None; import model, paged, speculate, train, sample"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
