@@ -31,6 +31,7 @@ from __future__ import annotations      # kernels name tl.constexpr, also where 
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ import torch.nn.functional as F
 
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import (BlockPool, Engine, begin, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds,
-                   serve, trunk, uniform)
+from paged import (Engine, begin, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
+                   trunk, uniform)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -266,7 +267,8 @@ class Speculator(Engine):
         self.gamma = min(4, self.ahead) if self.auto else gamma
         super().__init__(model, num_blocks, *args, **kwargs)
         self.draft = Lookup() if draft is None else Model(draft, self)
-        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, turns=0, seconds=0.0, measuring=0.0)
+        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, measuring=0.0)
+        self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)             # of steps that only decode
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
@@ -308,9 +310,9 @@ class Speculator(Engine):
         self.history[row[0], :len(text)], self.length[row] = text, len(text)
         self.draft.begin(row)
 
-    def forward(self, ids, pos, layout):
+    def prefill(self, ids, pos, layout):
         self.draft.forward(ids, pos, layout)
-        return super().forward(ids, pos, layout)
+        return super().prefill(ids, pos, layout)
 
     def key(self, size, requests):
         size, how = super().key(size, requests)
@@ -321,9 +323,9 @@ class Speculator(Engine):
         if self.auto and self.stats["tested"]:
             _, c, more = self.costs[size]
             self.gamma = max(range(1, self.ahead + 1), key=lambda n: speedup(self.alpha, n, c, 1 + more * n))
-        self.decoding = size
         beyond = all(len(r.text) - r.start >= self.draft.limit for r in requests)      # where the draft can't follow
-        return size, how, 0 if beyond else self.gamma
+        self.decoding = size, 0 if beyond else self.gamma
+        return size, how, self.decoding[1]
 
     @property
     def alpha(self):
@@ -331,29 +333,35 @@ class Speculator(Engine):
         return self.stats["accepted"] / max(1, self.stats["tested"])
 
     def measure(self, size, how, repeats=3):
-        """For rows 0 .. size - 1 -> seconds of a step of plain decoding; and in terms of that a draft's call, c, and
-        what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
+        """For rows 0 .. size - 1 -> seconds of a step of an Engine's decoding; and in terms of that a draft's call, c,
+        and what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
         leaves the state as it was."""
         gamma, restore = self.gamma, self.keep()
 
-        def timed(f, *key):
+        def timed(step):
             def run():
                 for _ in range(repeats):
-                    self.replay(f, *key)
+                    step()
                     restore()
             with torch.inference_mode():
-                return seconds(run, self.device, 2) / repeats
-        plain, drafts, both = (timed(f, size, how, n) for f, n in (
-            (self.decode_rows, 0), (self.propose, gamma), (self.decode_rows, gamma)))
+                return seconds(run, self.device, 3) / repeats
+        plain, drafts, both, nothing = map(timed, (
+            partial(self.replay, super().decode_rows, size, how), partial(self.replay, self.propose, size, how, gamma),
+            partial(self.replay, self.decode_rows, size, how, gamma), lambda: None))
+        plain, drafts, both = (max(1e-9, x - nothing) for x in (plain, drafts, both))
         return plain, drafts / gamma / plain, max(0.0, both - drafts - plain) / gamma / plain
 
     def turn(self):
-        """A step; those that only decode are timed, but for what is captured or measured in them."""
-        begin, before, self.decoding = time.perf_counter(), len(self.graphs) + len(self.costs), 0
+        """A step; those that only decode are timed, but for what is captured or measured in them. Beside that is put
+        what `measure` found: plain decoding, drafts, and what checking them adds."""
+        start, before, self.decoding = time.perf_counter(), len(self.graphs) + len(self.costs), None
         super().turn()
         if self.decoding and before == len(self.graphs) + len(self.costs):
-            self.stats["turns"] += 1
-            self.stats["seconds"] += time.perf_counter() - begin
+            size, gamma = self.decoding
+            plain, c, more = self.costs.get(size, [math.nan] * 3)
+            for name, value in (("turns", 1), ("seconds", time.perf_counter() - start), ("plain", plain),
+                                ("drafts", plain * c * gamma), ("checks", plain * more * gamma)):
+                self.stats[name] += value
 
     def take(self, r, tokens):
         """Tokens of a round, and the number of its drafts."""
@@ -388,7 +396,7 @@ class Speculator(Engine):
         if gamma:
             q, count = self.propose(size, how, gamma)                        # (size, gamma, V), (size,)
         ids, pos, layout = self.layout(length + count, gamma + 1, length - 1)      # the last draft comes last
-        x = super().forward(ids, pos, layout).view(size, gamma + 1, -1)
+        x = self.forward(ids, pos, layout).view(size, gamma + 1, -1)
         first = ((gamma - count)[:, None] + step).clamp(max=gamma)           # (size, gamma + 1): the newest token first
         x = x.gather(1, first[..., None].expand_as(x)).flatten(0, 1)         # (size (gamma + 1), C)
         logits = head(self.model, x)
@@ -414,9 +422,9 @@ def figures(engine):
     s, alpha = engine.stats, engine.alpha
     if not s["rounds"]:
         return None
-    plain, c, more = list(engine.costs.values())[-1] if engine.costs else [math.nan] * 3
     gamma, calls = s["gammas"] / s["rounds"], s["written"] / s["rounds"]
-    check, each = 1 + more * gamma, s["seconds"] / s["turns"] if s["turns"] else math.nan
+    plain, each = (s[name] / s["turns"] if s["turns"] else math.nan for name in ("plain", "seconds"))
+    c, check = s["drafts"] / max(s["plain"], 1e-30) / max(gamma, 1e-9), 1 + s["checks"] / max(s["plain"], 1e-30)
     return dict(alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
                 speedup=(speedup(alpha, gamma, c, check), calls * plain / each))
 
@@ -484,30 +492,24 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
     new = max(1, min(256, target.config.block_size - T))
     print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n"
           f"   {'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}"
-          f"{'measured':>10}{'tokens/s':>10}")
+          f"{'measured':>10}{'with prompts':>14}{'tokens/s':>10}")
     for R, temperature in ((1, 0.0), (1, 1.0), (16, 0.0), (16, 1.0)):
-        prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, R + 1).astype(int)[1:].tolist()]
+        n = max(R, 4) if device.type == "cuda" else R      # one after the other, if there are more
+        prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, n + 1).astype(int)[1:].tolist()]
         blocks = R * (-(-(T + new) // 16) + 1)
-
-        def run(engine):
-            for _ in range(2):      # the first captures
-                engine.pool = BlockPool(blocks, 16)
-                engine.stats.update(dict.fromkeys(engine.stats, 0))
-                taken, _, texts = serve(engine, prompts, new, temperature)
-            return taken, texts
-        (plain, want), apart, count = run(Engine(target, blocks, 16, R)), [], 0
-        name = f"batch {R}, temperature {temperature:.0f}"
-        print(f"   {name:22}{'plain':>6}{'':58}{R * new / plain:10,.0f}", flush=True)
+        plain, _, want = served(Engine(target, blocks, 16, R), prompts, new, temperature)
+        apart, count, name = [], 0, f"batch {R}, temperature {temperature:.0f}"
+        print(f"   {name:22}{'plain':>6}{'':72}{n * new / plain:10,.0f}", flush=True)
         for who, gamma in [(draft, gamma) for gamma in gammas] + [(draft, "auto"), (None, 4)]:
             engine = Speculator(target, blocks, 16, R, draft=who, gamma=gamma)
             engine.timing = True
-            taken, texts = run(engine)
-            f, count = figures(engine), count + R
+            taken, _, texts = served(engine, prompts, new, temperature)
+            f, count = figures(engine), count + n
             apart += divergences(target, want, texts) if temperature == 0 else []
             name = f"{'gamma' if who else 'lookup, gamma'} {gamma}" + (f": {f['gamma']:.1f}" if gamma == "auto" else "")
             print(f"   {name:22}{f['alpha']:6.2f}{f['c']:6.2f}{f['check']:7.2f}{f['calls'][0]:15.2f}"
-                  f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{plain / taken:10.2f}{R * new / taken:10,.0f}",
-                  flush=True)
+                  f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{f['speedup'][1]:10.2f}{plain / taken:14.2f}"
+                  f"{n * new / taken:10,.0f}", flush=True)
         if temperature == 0:
             most = max((gap / step for _, gap, step in apart), default=0)
             print(f"   {len(apart)} of {count} texts differ from the plain ones" + (

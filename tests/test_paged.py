@@ -205,6 +205,23 @@ def test_tokens_are_drawn_from_their_distribution():
         assert ((seen - expected)[there] ** 2 / expected[there]).sum() < 35                  # of at most 7: p = 1e-5
 
 
+def test_the_lowest_free_row_is_next(model):
+    """However the rows came free: a step computes all up to the highest in use."""
+    engine = engine_of(model, 100, 4, max_batch=5)
+    for n in (9, 2, 14, 5, 11):
+        engine.add(ids(3), n, 0.0)
+    drain(engine)
+    requests = [engine.add(ids(3), 5, 0.0) for _ in range(3)]
+    engine.step()
+    assert sorted(r.row for r in requests) == [0, 1, 2]
+    first = next(r for r in requests if r.row == 0)
+    engine.abort(first)
+    requests.append(engine.add(ids(3), 5, 0.0))
+    engine.step()
+    assert requests[-1].row == 0
+    drain(engine)
+
+
 @pytest.mark.parametrize("budget", [4, 100])
 def test_a_step_that_draws_nothing(budget):
     """A prompt in parts, and a vocabulary that is drawn from by pieces."""
