@@ -602,10 +602,10 @@ def wide(x):
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def draw(logits, temperature, top_k, top_p, u, how, keep=False):
+def draw(logits, temperature, top_k, top_p, u, how, keep=False, into=None):
     """logits (N, V); settings (b,), each for N / b rows that follow each other; random numbers u (N,), or None to draw
     nothing -> tokens (N,) int64, -1 where logits aren't numbers; and the probabilities (N, V) float32, if asked to
-    `keep` them. None for what there isn't.
+    `keep` them. None for what there isn't. into: a history (N, m) and places in it (N,), where tokens go too, 0 for -1.
 
     how, the cheapest way that serves all rows: "greedy", if every temperature is 0 (u isn't looked at), "warm", if none
     is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
@@ -615,7 +615,7 @@ def draw(logits, temperature, top_k, top_p, u, how, keep=False):
     if how == "sorted":
         p = distribution(logits, *each)                                      # (N, V)
     if kernels:
-        token, p = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep)
+        token, p = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep, into)
     elif how == "greedy":
         token = logits.argmax(-1)
         p = F.one_hot(token, logits.size(-1)).float() if keep else None
@@ -627,6 +627,8 @@ def draw(logits, temperature, top_k, top_p, u, how, keep=False):
         token = None if u is None else invert(p, u)
     if token is not None and (how == "sorted" or not kernels):
         token = torch.where(logits.amax(-1).isfinite(), token, -1)
+    if into and not kernels:
+        into[0].scatter_(1, into[1][:, None], token.clamp(min=0)[:, None])
     return token, p if keep else None
 
 
@@ -671,9 +673,10 @@ def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, 
 
 
 @jit
-def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_ptr, token_ptr, p_ptr, V, x_row, t_row,
-                per, u_row, pieces, GIVEN: tl.constexpr, DRAWS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
-                PIECES: tl.constexpr, OVERLAP: tl.constexpr):
+def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_ptr, history_ptr, place_ptr, token_ptr,
+                p_ptr, V, x_row, t_row, per, u_row, history_row, place_row, pieces, GIVEN: tl.constexpr,
+                DRAWS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+                OVERLAP: tl.constexpr):
     """From what pieces_kernel found a row's token, and this piece's probabilities."""
     follow(OVERLAP)
     begin(OVERLAP)
@@ -706,13 +709,17 @@ def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_
             if else_ptr is not None:
                 token = tl.where(total == 0, tl.load(else_ptr + r), token)
             tl.store(token_ptr + r, tl.where(finite, token, -1))
+            if history_ptr is not None:
+                to = history_ptr + r * history_row + tl.load(place_ptr + r * place_row)
+                tl.store(to, tl.where(finite, token, 0))
 
 
 def piece_of(V):
+    """Ids of a program."""
     return min(2048, max(16, triton.next_power_of_2(V)))
 
 
-def draw_by_kernels(x, temperature, u, how, keep, sums=None, otherwise=None):
+def draw_by_kernels(x, temperature, u, how, keep, into=None, sums=None, otherwise=None):
     """As draw. x (N, V): logits, or if how is "sorted" weights; sums (N, pieces) float64 of these, if they are known;
     otherwise: tokens (N,) for rows whose weights are all 0."""
     (N, V), given, draws = x.shape, how == "sorted", u is not None or how == "greedy"
@@ -722,7 +729,7 @@ def draw_by_kernels(x, temperature, u, how, keep, sums=None, otherwise=None):
                                             x.new_empty(N, pieces, dtype=torch.int64))
     token = x.new_empty(N, dtype=torch.int64) if draws else None
     p = x.new_empty(N, V, dtype=torch.float32) if keep else None
-    known = sums is not None
+    known, (history, place) = sums is not None, into or (None, None)
     sums = sums if known else x.new_empty(N, pieces, dtype=torch.float64)
     common = (V, x.stride(0), 0, 1) if given else (V, x.stride(0), temperature.stride(0), N // len(temperature))
     with torch.cuda.device_of(x):
@@ -731,7 +738,8 @@ def draw_by_kernels(x, temperature, u, how, keep, sums=None, otherwise=None):
                                        **overlap(x.device))
         if draws or keep:
             draw_kernel[(N, pieces)](
-                x, temperature, top, best, sums, u, otherwise, token, p, *common, 0 if u is None else u.stride(0),
+                x, temperature, top, best, sums, u, otherwise, history, place, token, p, *common,
+                0 if u is None else u.stride(0), *((0, 0) if history is None else (history.stride(0), place.stride(0))),
                 pieces, GIVEN=given, DRAWS=draws, KEEP=keep, BLOCK=BLOCK, PIECES=max(2, triton.next_power_of_2(pieces)),
                 **overlap(x.device))
     return token, p
@@ -815,16 +823,19 @@ class Pages:
 
 @jit
 def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_ptr, pos_ptr, slot_ptr, length_ptr, n,
-                  limit, bs, spare, table_row, numbers_row, history_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+                  limit, bs, spare, total_row, low_row, table_row, numbers_row, history_row, BLOCK: tl.constexpr,
+                  OVERLAP: tl.constexpr):
     """Engine.layout, a row a program."""
     follow(OVERLAP)
     begin(OVERLAP)
     r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    total, low, cap = tl.load(total_ptr + r), tl.load(low_ptr + r), tl.load(numbers_ptr + r * numbers_row + 1)
+    total, low, cap = tl.load(total_ptr + r * total_row), r * 0, tl.load(numbers_ptr + r * numbers_row + 1)
+    if low_ptr is not None:
+        low = tl.maximum(tl.load(low_ptr + r * low_row), 0)
     place, real, to = total - n + i, i < n, r * n + i
     pos = tl.minimum(tl.maximum(place, 0), limit - 1)
     block = tl.load(table_ptr + r * table_row + pos // bs, mask=real, other=0).to(tl.int64)
-    written = (place >= tl.maximum(low, 0)) & (place < cap)
+    written = (place >= low) & (place < cap)
     tl.store(id_ptr + to, tl.load(history_ptr + r * history_row + tl.maximum(place, 0), mask=real, other=0), mask=real)
     tl.store(pos_ptr + to, pos, mask=real)
     tl.store(slot_ptr + to, tl.where(written, block * bs + pos % bs, spare), mask=real)
@@ -855,7 +866,8 @@ class Engine:
         self.table = np.zeros((max_batch, -(-(self.limit + self.ahead) // block_size)), np.int32)
         self.numbers = np.zeros((max_batch, 5), np.int64)      # 1 if it runs, cap, start - prompt, seed, top_k
         self.shares = np.ones((max_batch, 2), np.float32)                    # temperature, top_p
-        self.on_device = [torch.from_numpy(x).to(self.device) for x in (self.table, self.numbers, self.shares)]
+        self.sent = [x.copy() for x in (self.table, self.numbers, self.shares)]                # what the device has
+        self.on_device = [torch.from_numpy(x).to(self.device, copy=True) for x in self.sent]
         # what only the device knows at once: tokens of the context, and each by its place in it, if it was drawn there;
         # past all places are some for what is to be kept nowhere
         self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
@@ -1137,9 +1149,11 @@ class Engine:
         self.numbers[:, 0] = 0
         self.numbers[rows, 0] = 1
         size = min(1 << max(rows).bit_length(), len(self.table))
-        for mine, x in zip(self.on_device, (self.table, self.numbers, self.shares)):
-            x = torch.from_numpy(x[:size].copy())
-            mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
+        for mine, sent, x in zip(self.on_device, self.sent, (self.table, self.numbers, self.shares)):
+            if not np.array_equal(sent[:size], x[:size]):
+                sent[:size] = x[:size]
+                x = torch.from_numpy(x[:size].copy())
+                mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
         return requests, rows, self.replay(self.decode_rows, *self.key(size, requests))
 
     def key(self, size, requests):
@@ -1151,8 +1165,8 @@ class Engine:
         _, numbers, shares = (x[:size] for x in self.on_device)
         length, place = self.places(size)
         ids, pos, layout = self.layout(length, 1)
-        tokens = self.tokens(self.forward(ids, pos, layout), length, numbers, shares, how)     # (size,)
-        self.history[:size].scatter_(1, place[:, None], tokens.clamp(min=0)[:, None])
+        x = self.forward(ids, pos, layout)                                   # (size, C)
+        tokens = self.tokens(x, length, numbers, shares, how, (self.history[:size], place))
         self.length[:size] += numbers[:, 0]
         return tokens[:, None]
 
@@ -1170,20 +1184,21 @@ class Engine:
         size, (table, numbers, _) = len(total), self.on_device
         if n not in self.firsts:
             self.firsts[n] = torch.arange(0, len(table) * n + 1, n, dtype=torch.int32, device=self.device)
-        first, low, spare = self.firsts[n][:size + 1], total * 0 if low is None else low, len(self.pool.users) * self.bs
+        first, spare = self.firsts[n][:size + 1], len(self.pool.users) * self.bs
         if runs_kernels(total):
             ids, pos, slots = torch.empty(3, size * n, dtype=torch.int64, device=self.device)
             length = torch.empty(size, dtype=torch.int32, device=self.device)
             with torch.cuda.device_of(total):
                 layout_kernel[(size,)](
                     total, low, table, numbers, self.history, ids, pos, slots, length, n, self.limit, self.bs, spare,
-                    table.stride(0), numbers.stride(0), self.history.stride(0), BLOCK=triton.next_power_of_2(n),
-                    num_warps=1, **overlap(self.device))
+                    total.stride(0), 0 if low is None else low.stride(0), table.stride(0), numbers.stride(0),
+                    self.history.stride(0), BLOCK=triton.next_power_of_2(n), num_warps=1, **overlap(self.device))
             return ids, pos, Layout(slots, table[:size], length, first, n)
         place = total[:, None] - n + torch.arange(n, device=self.device)     # (size, n)
         pos, ids = place.clamp(0, self.limit - 1), self.history[:size].gather(1, place.clamp(min=0))
         block = table[:size].gather(1, pos // self.bs).long()
-        written = (place >= low[:, None].clamp(min=0)) & (place < numbers[:size, 1:2])
+        low = total * 0 if low is None else low.clamp(min=0)
+        written = (place >= low[:, None]) & (place < numbers[:size, 1:2])
         slots = torch.where(written, block * self.bs + pos % self.bs, spare)
         return ids.flatten(), pos.flatten(), Layout(slots.flatten(), table[:size], total.int(), first, n)
 
@@ -1217,10 +1232,10 @@ class Engine:
         """forward, where tokens of prompts are among them."""
         return self.forward(ids, pos, layout)
 
-    def tokens(self, x, length, numbers, shares, how):
+    def tokens(self, x, length, numbers, shares, how, into=None):
         """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
         u = None if how == "greedy" else uniform(numbers[:, 3:4], (length + numbers[:, 2])[:, None])[:, 0]      # (b,)
-        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how)[0]
+        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how, into=into)[0]
 
     def how(self, requests):
         """To draw for these, the cheapest way that serves them all; see `draw`."""

@@ -67,12 +67,13 @@ def accept(p, q, drafts, generator=None):
 
 def accept_rows(p, q, drafts, u, count):
     """accept for many texts at once: p (B, gamma + 1, V), q (B, gamma, V), drafts (B, gamma), random numbers u
-    (B, gamma + 1) in [0, 1), and count (B,): how many of a row's drafts are drafts, the others aren't looked at.
-    -> n_accepted (B,), next_token (B,), int64."""
+    (B, gamma + 1) in [0, 1), and count (B,): how many of a row's drafts are drafts, the others aren't looked at, nor
+    is one whose q is no number. -> n_accepted (B,), next_token (B,), int64, -1 where p is no number."""
     if runs_kernels(p):
         return accept_by_kernels(p.contiguous(), q.contiguous(), drafts.contiguous(), u, count)
     (B, gamma), row = drafts.shape, torch.arange(len(drafts), device=p.device)
     p_x, q_x = (x[:, :gamma].gather(2, drafts[..., None])[..., 0] for x in (p, q))       # (B, gamma)
+    count = torch.minimum(count, (q_x == q_x).long().cumprod(1).sum(1))
     kept = (u[:, :-1] * q_x < p_x) & (torch.arange(gamma, device=p.device) < count[:, None])
     n = kept.long().cumprod(1).sum(1)                                        # (B,): until the first that isn't
     p_n = residual = p[row, n]                                               # (B, V)
@@ -80,7 +81,7 @@ def accept_rows(p, q, drafts, u, count):
         there = (n < count)[:, None]                                         # else all were kept: nothing to take off
         residual = torch.where(there, p_n - q[row, n.clamp(max=gamma - 1)], p_n).clamp(min=0)
         residual = torch.where(residual.any(1, keepdim=True), residual, p_n)
-    return n, invert(residual, u[:, -1])
+    return n, torch.where(residual.sum(1).isfinite(), invert(residual, u[:, -1]), -1)
 
 
 @jit
@@ -95,13 +96,15 @@ def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, re
     for j in range(gamma):
         x = tl.load(draft_ptr + r * gamma + j)
         p_x, q_x = tl.load(p_ptr + (r * (gamma + 1) + j) * V + x), tl.load(q_ptr + (r * gamma + j) * V + x)
+        count = tl.where(q_x == q_x, count, tl.minimum(count, j))
         goes_on &= (j < count) & (tl.load(u_ptr + r * u_row + j) * q_x < p_x)
         n += goes_on.to(tl.int64)
     at = i * BLOCK + tl.arange(0, BLOCK)
     rest = tl.load(p_ptr + (r * (gamma + 1) + n) * V + at, mask=at < V, other=0.0)
     if n < count:
         x = tl.load(draft_ptr + r * gamma + n)
-        rest = tl.maximum(rest - tl.load(q_ptr + (r * gamma + n) * V + at, mask=at < V, other=0.0), 0.0)
+        rest -= tl.load(q_ptr + (r * gamma + n) * V + at, mask=at < V, other=0.0)
+        rest = tl.where(rest < 0, 0.0, rest)      # what is no number stays none, which a maximum would make 0
     tl.store(else_ptr + r, x)      # to keep if no weight is left: p = q, and rounding alone said no
     tl.store(rest_ptr + r * V + at, rest, mask=at < V)
     tl.store(sum_ptr + r * tl.num_programs(1) + i, tl.sum(rest.to(tl.float64), 0))
@@ -117,7 +120,7 @@ def accept_by_kernels(p, q, drafts, u, count):
     with torch.cuda.device_of(p):
         accept_kernel[(B, sums.size(1))](p, q, drafts, u, count, n, otherwise, rest, sums, V, gamma, u.stride(0),
                                          BLOCK=BLOCK, **overlap(p.device))
-    return n, draw_by_kernels(rest, None, u[:, -1], "sorted", False, sums, otherwise)[0]
+    return n, draw_by_kernels(rest, None, u[:, -1], "sorted", False, None, sums, otherwise)[0]
 
 
 def tokens_a_call(alpha, gamma):
@@ -164,38 +167,37 @@ class Model(Drafts):
 
     def __init__(self, model, engine):
         self.model, self.pages, self.limit = model, engine.cache(model), model.config.block_size
-        self.behind = torch.zeros(len(engine.table), dtype=torch.bool, device=engine.device)
+        self.shorter = self.limit < engine.limit
+        self.behind = torch.zeros(len(engine.table), dtype=torch.int64, device=engine.device)      # 1 or 0
         self.caches, self.state = (self.pages,), (self.behind,)
 
     def begin(self, rows):
-        self.behind[rows] = False
+        self.behind[rows] = 0
 
     def forward(self, ids, pos, layout):
         self.pages.layout = layout
-        return trunk(self.model, ids, pos.clamp(max=self.limit - 1), self.pages)               # (N, C)
+        pos = pos.clamp(max=self.limit - 1) if self.shorter else pos
+        return trunk(self.model, ids, pos, self.pages)                       # (N, C)
 
     def end(self, size, runs, all_kept):
-        self.behind[:size] = torch.where(runs > 0, all_kept, self.behind[:size])
+        self.behind[:size] = torch.where(runs > 0, all_kept.long(), self.behind[:size])
 
     def propose(self, engine, size, how, gamma, length, place, count):
-        count = torch.minimum(count, (self.limit - length).clamp(min=0))     # its positions may end earlier
+        if self.shorter:
+            count = torch.minimum(count, (self.limit - length).clamp(min=0))
         _, numbers, shares = (x[:size] for x in engine.on_device)
-        step, tokens, q = torch.arange(gamma, device=engine.device), [], []
+        step, q = engine.steps[:gamma], []
         u = None if how == "greedy" else uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + step)
-        places = place[:, None] + step                                       # (size, gamma)
-        for j in range(gamma):
-            if j == 0:
-                ids, pos, layout = engine.layout(length, 2, length - 1 - self.behind[:size].long())
-            else:      # past a row's count nothing is written, and nothing of it is looked at
-                ids, pos, layout = engine.layout(length + count.clamp(max=j), 1, length - 1 + j)
+        places, low = place[:, None] + step, (length - 1)[:, None] + step    # (size, gamma)
+        total = length[:, None] + torch.minimum(count[:, None], step)        # past a row's count nothing is written,
+        for j in range(gamma):                                               # and nothing of it is looked at
+            ids, pos, layout = engine.layout(length, 2, low[:, 0] - self.behind[:size]) if j == 0 else (
+                engine.layout(total[:, j], 1, low[:, j]))
             x = self.forward(ids, pos, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
-            token, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1],
-                            None if u is None else u[:, j], how, keep=True)
-            engine.history[:size].scatter_(1, places[:, j:j + 1], token.clamp(min=0)[:, None])
-            tokens.append(token)
+            _, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None if u is None else u[:, j],
+                        how, keep=True, into=(engine.history[:size], places[:, j]))
             q.append(p)                                                      # (size, V)
-        real = (torch.stack(tokens, 1) >= 0).long().cumprod(1).sum(1)        # (size,): until logits were no numbers
-        return torch.stack(q, 1), torch.minimum(count, real)
+        return torch.stack(q, 1), count
 
 
 class Lookup(Drafts):
@@ -217,7 +219,7 @@ class Lookup(Drafts):
         best = score.argmax(1, keepdim=True)                                 # (size, 1)
         found = match.gather(1, best)[:, 0] * (length > 1)
         period = (ends - best).clamp(min=1)                                  # from there the text is its own draft
-        step = torch.arange(gamma, device=device)
+        step = engine.steps[:gamma]
         drafts = history.gather(1, best + 1 + step % period)                 # (size, gamma)
         history.scatter_(1, place[:, None] + step, drafts)
         return F.one_hot(drafts, engine.vocab).float(), torch.where(found > 0, count, 0)
@@ -267,6 +269,7 @@ class Speculator(Engine):
         self.gamma = min(4, self.ahead) if self.auto else gamma
         super().__init__(model, num_blocks, *args, **kwargs)
         self.draft = Lookup() if draft is None else Model(draft, self)
+        self.steps = torch.arange(self.ahead + 1, device=self.device)
         self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, measuring=0.0)
         self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)             # of steps that only decode
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
@@ -390,7 +393,7 @@ class Speculator(Engine):
         """A round for rows 0 .. size - 1: (size, gamma + 2), tokens, DROPPED where none was kept, and the number of
         drafts."""
         _, numbers, shares = (x[:size] for x in self.on_device)
-        history, runs, step = self.history[:size], numbers[:, 0], torch.arange(gamma + 1, device=self.device)
+        history, runs, step = self.history[:size], numbers[:, 0], self.steps[:gamma + 1]
         length, place = self.places(size)
         q, count = shares.new_zeros(size, 0, self.vocab), length * 0
         if gamma:
@@ -406,9 +409,8 @@ class Speculator(Engine):
         new = length[:, None] + step                                         # (size, gamma + 1), their places
         n, token = accept_rows(p.view(size, gamma + 1, -1), q, history.gather(1, new[:, :-1]), u, count)
         history.scatter_(1, (place + n)[:, None], token.clamp(min=0)[:, None])
-        finite = logits.amax(-1).isfinite().view(size, -1).all(1)
         out = torch.where(step <= n[:, None], history.gather(1, new), DROPPED)
-        out = torch.cat([torch.where(finite[:, None], out, -1), count[:, None]], 1)
+        out = torch.cat([torch.where(token[:, None] < 0, -1, out), count[:, None]], 1)
         self.length[:size] += (n + 1) * runs
         if gamma:
             self.draft.end(size, runs, n == gamma)

@@ -179,7 +179,7 @@ def test_checkpoint_is_the_single_device_state(text, tmp_path):
         assert {name: t.shape for name, t in named.items()} == shapes
         assert all(t.dtype == torch.float32 for t in named.values())
     model.load_state_dict(ckpt["model"])
-    assert ckpt["step"] == 2 and sorted(os.listdir(tmp_path)) == ["ckpt.pt", "log.jsonl"]
+    assert ckpt["step"] == 2 and sorted(p.name for p in tmp_path.iterdir()) == ["ckpt.pt", "log.jsonl"]
 
 
 def test_resume_with_other_options(text, tmp_path, capsys):
