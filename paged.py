@@ -25,11 +25,13 @@ What it can't do: more than one GPU, a model that isn't in float32, bfloat16 or 
 from __future__ import annotations      # kernels name tl.constexpr, also where there is no tl
 
 import math
+import sys
 import time
 from collections import OrderedDict, defaultdict, deque
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
+from numbers import Real
 from operator import index
 from typing import NamedTuple
 
@@ -39,7 +41,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash import LOG2E, attends, has_kernels, jit, runs_kernels, tl, torch_attention, triton
-from model import GPT, GPTConfig, UserError, check_sampling, derive, distribution, gelu
+from model import GPT, GPTConfig, Options, UserError, check_sampling, derive, distribution, gelu, program
 
 # --------------------------------------------------------------------------------------------------------------
 # 1. The naive cache: one stretch of memory a request
@@ -851,7 +853,8 @@ class Engine:
     ahead = 0      # tokens that a step of decoding may compute beyond the newest: drafts, see speculate.py
 
     def __init__(self, model, num_blocks, block_size=16, max_batch=64, budget=4096, graph=True, hash=hash):
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch)):
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("max_batch", max_batch),
+                            ("budget", budget)):
             if whole(name, value) < 1:
                 raise UserError(f"{name}={value} must be at least 1")
         self.model, self.device = model, model.table.device
@@ -887,6 +890,12 @@ class Engine:
         """-> Request. tokens: the prompt, ids, at least one; of more than the model's block_size the end counts. stop:
         ids that end the text, themselves its last token. n: samples of the prompt, `samples` of what is returned, each
         from a stream of its own. UserError for what can't be served."""
+        for name, x in (("tokens", tokens), ("stop", stop)):
+            if not hasattr(x, "__iter__"):
+                raise UserError(f"{name}={x!r} must be a list of ids")
+        for name, x in (("temperature", temperature), ("top_p", top_p)):
+            if not isinstance(x, Real) and not (x is None and name == "top_p"):
+                raise UserError(f"{name}={x!r} must be a number")
         tokens, stop = [whole("a token", t) for t in tokens], [whole("stop", t) for t in stop]
         max_new_tokens, n, seed = whole("max_new_tokens", max_new_tokens), whole("n", n), whole("seed", seed)
         check_sampling(temperature, top_k if top_k is None else whole("top_k", top_k), top_p)
@@ -1487,8 +1496,13 @@ def show_engine(device):
         run("engine, 1, a model of 1.5B", xl.to(torch.bfloat16).eval(), prompts[:1])
 
 
+def chapter(argv=None):
+    Options(prog="paged.py", description=__doc__.split("\n\n")[0]).parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    show_waste(device)
+    show_attention(device)
+    show_engine(device)
+
+
 if __name__ == "__main__":
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    show_waste(here)
-    show_attention(here)
-    show_engine(here)
+    sys.exit(program("paged.py", chapter))

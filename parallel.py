@@ -15,6 +15,7 @@ interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 20
 2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
 
     python parallel.py                                                  the pipeline's schedules, drawn
+    python parallel.py --plan --preset=gpt2-xl --gpus=1024 --tp=8 --pp=16      what a step would cost
     torchrun --nproc_per_node=4 parallel.py                             each mode, predicted beside measured
     torchrun --nproc_per_node=4 train.py --preset=cpu --tp=2 --zero=3   and in use
 
@@ -27,6 +28,7 @@ import argparse
 import math
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -46,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash import (LinearCrossEntropy, attends, attention_naive, flash_attention, flash_forward, launch_backward, like,
                    operator, softmax_grad, softmax_stats, torch_attention)
-from model import GPT, GPTConfig, UserError, derive, initial, is_matrix
+from model import GPT, GPTConfig, Options, UserError, derive, flops_per_token, initial, is_matrix, program
 
 # --------------------------------------------------------------------------------------------------------------
 # 0. Mesh and collectives
@@ -1954,6 +1956,181 @@ def predicted_bytes(engine, T):
 
 
 # --------------------------------------------------------------------------------------------------------------
+# A plan for machines that aren't here: python parallel.py --plan --preset=gpt2-xl --gpus=1024 --tp=8 --pp=16
+#
+# The same formulas for any model, layout and card. Memory and bytes are exact to a few per cent; times are as good as
+# the rates that are given, and assume that data parallelism hides behind backward, and nothing else.
+
+class Stage(NamedTuple):
+    """Bytes that a rank of a pipeline's stage holds, and what it sends a step, {kind: (bytes, seconds)}."""
+
+    parameters: int
+    weights: float
+    gradients: float
+    moments: float           # with the float32 masters
+    activations: float
+    held: int                # micro-batches' activations at once
+    sent: dict
+
+    @property
+    def memory(self):
+        return self.weights + self.gradients + self.moments + self.activations
+
+
+def local_parameters(config, args):
+    """(P, 2) parameters of a rank of each stage: dense ones, experts'."""
+    one = argparse.Namespace(tp=argparse.Namespace(size=args.tp, rank=0), ep=argparse.Namespace(size=args.ep, rank=0))
+    pieces, found = args.pp * args.chunks, np.zeros((args.pp, 2), np.int64)
+    of_layer = [i % args.pp for i, part in enumerate(np.array_split(range(config.n_layer), pieces)) for _ in part]
+    for name, p in GPT(config, seed=None, device="meta").named_parameters():
+        block = re.match(r"blocks\.(\d+)\.", name)
+        if block:
+            stages = {of_layer[int(block[1])]}
+        elif name.startswith(("wte", "wpe")):      # a tied embedding is on the last stage too
+            stages = {0, args.pp - 1} if name == "wte.weight" and config.tied else {0}
+        else:
+            stages = {args.pp - 1}
+        for stage in stages:
+            found[stage, int("experts." in name)] += local_part(name, p, one).numel()
+    return found
+
+
+def rate(args, ranks, apart):
+    """Bytes a second among so many ranks that are so far apart: within a node, or between nodes."""
+    return (args.link if ranks * apart <= args.node else args.net) * 1e9
+
+
+def predict_stage(config, args, parameters, layers, held, borders, ends):
+    """-> Stage, of a rank with these (dense, experts') parameters and so many layers, micro-batches held at once,
+    borders to other ranks' pieces, and ends of the model."""
+    data, dp = args.gpus // (args.tp * args.pp), args.gpus // (args.tp * args.pp * args.ep)
+    B, T, C, tp, ep = args.batch_size // data, config.block_size, config.n_embd, args.tp, args.ep
+    M = B // args.micro_batch
+    wide, again, sent = 4 if M > 1 else 2, int(args.recompute), {}           # of a gradient; forward once more
+    groups = [(int(n), group) for n, group in zip(parameters, (data, dp)) if n]
+    weights, gradients, moments = (sum(size * n / (N if args.zero >= stage else 1) for n, N in groups)
+                                   for size, stage in ((2, 3), (wide, 2), (12, 1)))
+
+    def note(kind, n, ranks, apart):
+        if ranks > 1 and n:
+            sent[kind] = n, n / rate(args, ranks, apart)
+    passes = {0: 2 * wide, 1: wide + 2, 2: 2 * M + 2, 3: 2 * M + 4 * M}[args.zero]             # bytes a parameter
+    note("data", sum(n * passes * (N - 1) / N for n, N in groups), data, args.tp * args.pp)
+    note("tensor", 2 * B * T * C * (layers * (4 + again) + ends) * 2 * (tp - 1) / tp, tp, 1)
+    note("pipeline", 2 * B * T * C * borders, args.pp, tp)
+    slots = 1.0      # of the MLPs, a token
+    if config.n_expert:
+        capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
+        slots = config.n_expert * capacity / T
+        note("expert", 2 * B * T * slots * C * layers * (4 + 2 * again) * (ep - 1) / ep, ep, tp * args.pp)
+    # two norms, in and out; q, k, v, o and the MLP's 8 C, which tensor parallelism cuts
+    token = 2 * C * (1 if again else 4 + (4 + 8 * slots) / tp)
+    activations = args.micro_batch * T * token * layers / args.chunks * held
+    return Stage(int(sum(parameters)), weights, gradients, moments, activations, held, sent)
+
+
+def predict(config, args):
+    """-> the Stages of a pipeline, and {bubble, step: seconds, exposed: seconds of it for data parallelism, compute: of
+    a rank, tokens: a second, mfu}. args: as the options of --plan."""
+    data = args.gpus // (args.tp * args.pp)
+    M, pieces = args.batch_size // data // args.micro_batch, args.pp * args.chunks
+    lists = [SCHEDULES[args.schedule](args.chunks, 1)(s, args.pp, M) for s in range(args.pp)]
+    line, counts = simulate(lists), [len(part) for part in np.array_split(range(config.n_layer), pieces)]
+    stages = [predict_stage(config, args, n, sum(counts[s::args.pp]), line.live(s),
+                            *(sum(any_of(piece) for piece in range(s, pieces, args.pp)) for any_of in (
+                                lambda piece: (piece > 0) + (piece < pieces - 1),
+                                lambda piece: (piece == 0) + (piece == pieces - 1))))
+              for s, n in enumerate(local_parameters(config, args))]
+    flops = flops_per_token(config) * args.batch_size * config.block_size
+    compute = flops * (4 / 3 if args.recompute else 1) / args.gpus / (args.efficiency * args.peak * 1e12)
+    waits = max(sum(stage.sent[kind][1] for kind in ("tensor", "expert") if kind in stage.sent) for stage in stages)
+    behind = compute if args.zero == 3 else compute / M * 2 / 3              # what data parallelism hides behind
+    exposed = max(0.0, max(stage.sent.get("data", (0, 0))[1] for stage in stages) - behind)
+    step = (compute + waits) / (1 - line.bubble) + exposed
+    return stages, dict(bubble=line.bubble, compute=compute, waits=waits, exposed=exposed, step=step,
+                        tokens=args.batch_size * config.block_size / step,
+                        mfu=flops / step / args.gpus / (args.peak * 1e12))
+
+
+def plan_options():
+    sys.modules.setdefault("parallel", sys.modules[__name__])      # train.py imports this very module
+    from train import PRESETS
+    p = Options(prog="parallel.py", description="Without options the schedules are drawn, or under torchrun each mode "
+                "is measured. With --plan: what a training step would cost elsewhere.")
+    p.add_argument("--plan", action="store_true", help="predict memory, bytes, bubble and MFU; starts no process")
+    p.add_argument("--preset", choices=PRESETS, default="gpt2-xl", help="the model's shape (default: gpt2-xl)")
+    for name, kind, default, text in (
+            ("n_layer", int, None, "instead of the preset's, as the next four"), ("n_head", int, None, ""),
+            ("n_embd", int, None, ""), ("block_size", int, None, "tokens of a sequence"),
+            ("vocab_size", int, 50257, "number of ids"), ("n_expert", int, 0, "experts a block"),
+            ("gpus", int, 8, "ranks in all"), ("tp", int, 1, "tensor-parallel ranks"), ("pp", int, 1, "stages"),
+            ("ep", int, 1, "expert ranks"), ("chunks", int, 1, "pieces a stage, for interleaved"),
+            ("micro_batch", int, 1, "sequences of a micro-batch"), ("batch_size", int, None, "sequences of a step "
+             "(default: 4 micro-batches a stage on each data rank)"), ("node", int, 8, "GPUs of a node"),
+            ("memory", float, 141.0, "GB of a GPU"), ("peak", float, 989.0, "TFLOP/s of a GPU by its data sheet"),
+            ("efficiency", float, 0.5, "share of that which its kernels reach"),
+            ("link", float, 300.0, "GB/s of a GPU within a node"), ("net", float, 45.0, "GB/s of a GPU between nodes")):
+        p.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})".strip())
+    p.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO's stage (default: 0)")
+    p.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="(default: 1f1b)")
+    p.add_argument("--recompute", action="store_true", help="activations again in backward")
+    return p, PRESETS
+
+
+def planned(argv=None):
+    """The command line -> (args, config). UserError for what can't be laid out."""
+    p, presets = plan_options()
+    args = p.parse(argv)
+    shape = presets[args.preset]
+    fields = {name: shape.get(name) if getattr(args, name) is None else getattr(args, name)
+              for name in ("n_layer", "n_head", "n_embd", "block_size")}
+    for name in ("gpus", "tp", "pp", "ep", "chunks", "micro_batch", "node"):
+        if getattr(args, name) < 1:
+            raise UserError(f"{name}={getattr(args, name)} must be at least 1")
+    if min(args.memory, args.peak, args.efficiency, args.link, args.net) <= 0:
+        raise UserError("memory, peak, efficiency, link and net must be above 0")
+    if args.chunks > 1 and args.schedule != "interleaved":
+        raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
+    config = GPTConfig(vocab_size=args.vocab_size, bias=False, n_expert=args.n_expert, **fields)
+    if args.gpus % (args.tp * args.pp * args.ep):
+        raise UserError(f"gpus={args.gpus} must be a multiple of tp={args.tp} x pp={args.pp} x ep={args.ep}")
+    check_layout(config, args.ep, args.pp * args.chunks, 1)
+    if config.n_head % args.tp:
+        print(f"n_head={config.n_head} can't be split over tp={args.tp}, so training would refuse: predicted as if it "
+              f"could", file=sys.stderr)
+    data = args.gpus // (args.tp * args.pp)
+    args.batch_size = args.batch_size or data * args.micro_batch * 4 * args.pp
+    if args.batch_size % (data * args.micro_batch):
+        raise UserError(f"batch_size={args.batch_size} must be a multiple of {data} data ranks x "
+                        f"micro_batch={args.micro_batch}")
+    return args, config
+
+
+def show_plan(args, config):
+    stages, found = predict(config, args)
+    total, data = GPT(config, seed=None, device="meta").num_params(), args.gpus // (args.tp * args.pp)
+    print(f"{total:,} parameters, {2 * total / 1e9:,.1f} GB in bfloat16, on {args.gpus:,} GPUs: data "
+          f"{data // args.ep} x expert {args.ep} x pipeline {args.pp} x tensor {args.tp}, ZeRO {args.zero}\n{args.batch_size:,} "
+          f"sequences of {config.block_size:,} tokens a step, {args.batch_size // data // args.micro_batch} micro-batches of "
+          f"{args.micro_batch} on each data rank, {args.schedule}\n\n"
+          f"GB of a rank {'parameters':>16}{'weights':>9}{'gradients':>11}{'moments':>9}{'activations':>13}{'held':>6}"
+          f"{'all':>8}")
+    fullest = max(range(args.pp), key=lambda s: stages[s].memory)
+    for s in sorted({0, fullest, args.pp - 1}):
+        x = stages[s]
+        print(f"stage {s:<7}{x.parameters:16,}{x.weights / 1e9:9.2f}{x.gradients / 1e9:11.2f}{x.moments / 1e9:9.2f}"
+              f"{x.activations / 1e9:13.2f}{x.held:6}{x.memory / 1e9:8.2f}")
+    fits = stages[fullest].memory / 1e9 <= args.memory
+    print(f"{'fits' if fits else 'does not fit'}: {stages[fullest].memory / 1e9:.1f} of {args.memory:g} GB\n")
+    kinds = {kind: max((x.sent[kind] for x in stages if kind in x.sent)) for x in stages for kind in x.sent}
+    for kind, (n, seconds) in kinds.items():
+        print(f"sent a step for {kind:10}{n / 1e9:10.3f} GB{1e3 * seconds:10.1f} ms")
+    print(f"compute {1e3 * found['compute']:.1f} ms, waiting for tensor and expert parallelism "
+          f"{1e3 * found['waits']:.1f}, bubble {found['bubble']:.1%}, data parallelism in sight {1e3 * found['exposed']:.1f} ms\n"
+          f"a step {1e3 * found['step']:.1f} ms: {found['tokens']:,.0f} tokens/s, MFU {found['mfu']:.1%}")
+
+
+# --------------------------------------------------------------------------------------------------------------
 # The chapter's claims, predicted beside measured: torchrun --nproc_per_node=4 parallel.py
 
 def modes(N):
@@ -2045,6 +2222,14 @@ def chapter():
                       flush=True)
 
 
+def main(argv=None):
+    if len(sys.argv if argv is None else argv) > (argv is None):
+        args, config = planned(argv)
+        if args.plan:
+            return show_plan(args, config)
+    chapter()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    chapter()
+    sys.exit(program("parallel.py", main))

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
 from paged import (Engine, begin, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
-                   trunk, uniform)
+                   trunk, uniform, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -262,8 +262,10 @@ class Speculator(Engine):
         if draft is not None and draft.config.vocab_size != model.config.vocab_size:
             raise UserError(f"the draft has a vocabulary of {draft.config.vocab_size} ids and the target one of "
                             f"{model.config.vocab_size}: they must be the same")
-        if gamma != "auto" and not (isinstance(gamma, int) and gamma >= 1):
-            raise UserError(f"gamma={gamma} must be at least 1, or auto")
+        for name, x in (("gamma", 1 if gamma == "auto" else gamma), ("most", most)):
+            if whole(name, x) < 1:
+                raise UserError(f"{name}={x} must be at least 1" + (", or auto" if name == "gamma" else ""))
+        gamma, most = gamma if gamma == "auto" else int(gamma), int(most)
         self.auto = self.timing = gamma == "auto"
         self.ahead = most if self.auto else gamma
         self.gamma = min(4, self.ahead) if self.auto else gamma

@@ -494,6 +494,9 @@ def test_bad_requests_and_aborts(model):
             engine.add([1], **options)
     with pytest.raises(UserError, match="a token=1.7 must be a whole number"):
         engine.add([1.7])
+    for name, value in (("temperature", None), ("temperature", "x"), ("top_p", "x"), ("stop", 5), ("stop", None)):
+        with pytest.raises(UserError, match=f"{name}={value!r}"):
+            engine.add([1], **{name: value})
     with pytest.raises(UserError, match="stop has the id 70"):
         engine.add([1], stop=[70])
     with pytest.raises(UserError, match="n=0"):

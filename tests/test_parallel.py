@@ -769,6 +769,61 @@ def test_partition_is_the_best_of_all(replicate):
         assert [i for i, _, _ in stages] == [0, *(j for _, j, _ in stages[:-1])] and stages[-1][1] == L
 
 
+def plan_of(*argv):
+    return parallel.planned(["--plan", *argv])
+
+
+def test_the_plan_has_zeros_table_and_large_models():
+    """The paper's: 7.5 billion parameters on 64 ranks; and 400 billion, 2 bytes each."""
+    for zero, want in enumerate((120, 31.4, 16.6, 1.9)):
+        args, config = plan_of("--gpus=64", f"--zero={zero}", "--batch_size=64")
+        stage = parallel.predict_stage(config, args, (7.5e9, 0), 0, 0, 0, 0)
+        assert abs(stage.memory / 1e9 - want) < 0.06
+    args, config = plan_of("--n_layer=124", "--n_embd=16384", "--n_head=128", "--gpus=512", "--tp=8", "--pp=4")
+    stages, _ = parallel.predict(config, args)
+    assert abs(8 * sum(x.weights for x in stages) / 1e9 - 800) < 4           # the embedding twice
+
+
+@pytest.mark.parametrize("options,kind,want", [
+    (["--gpus=4"], "data", 2_795_922), (["--gpus=4", "--zero=1"], "data", 2_795_922),
+    (["--gpus=4", "--zero=3"], "data", 4_138_002), (["--gpus=4", "--tp=4"], "tensor", 10_635_270)])
+def test_the_plan_sends_what_the_ledger_counted(options, kind, want):
+    """In bfloat16 half of the README's table, which is in float32."""
+    batch = "--micro_batch=16" if kind == "tensor" else "--micro_batch=4"
+    args, config = plan_of("--n_layer=4", "--n_head=8", "--n_embd=96", "--block_size=64", "--vocab_size=65",
+                           "--batch_size=16", batch, *options)
+    stages, _ = parallel.predict(config, args)
+    assert abs(2 * stages[0].sent[kind][0] / want - 1) < 0.02
+
+
+def test_the_plan_holds_what_the_schedule_holds():
+    found = {}
+    for schedule in ("gpipe", "1f1b"):
+        args, config = plan_of("--preset=gpt2-medium", "--gpus=4", "--pp=4", "--micro_batch=2", "--batch_size=16",
+                               f"--schedule={schedule}")
+        stages, numbers = parallel.predict(config, args)
+        found[schedule] = [x.held for x in stages]
+        assert abs(numbers["bubble"] - 3 / 11) < 1e-12 and 0 < numbers["mfu"] < args.efficiency
+        assert stages[0].activations == 2 * 1024 * 2 * 1024 * 16 * 6 * stages[0].held
+    assert found == {"gpipe": [8] * 4, "1f1b": [4, 3, 2, 1]}
+
+
+def test_the_plan_as_a_program(capsys):
+    assert parallel.program("parallel.py", parallel.main, ["--plan", "--preset=gpt2", "--gpus=16", "--tp=2", "--pp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "fits:" in out and "data 4 x expert 1 x pipeline 2 x tensor 2" in out and "MFU" in out
+    assert parallel.program("parallel.py", parallel.main, ["--plan", "--gpus=1", "--memory=9"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert parallel.program("parallel.py", parallel.main, ["--plan", "--preset=gpt2-xl", "--gpus=1024", "--tp=8", "--pp=16"]) == 0
+    assert "n_head=25" in capsys.readouterr().err
+    for options, words in ((["--gpus=6", "--tp=5"], "gpus=6"), (["--pp=0"], "pp=0"),
+                           (["--gpus=64", "--pp=64"], "n_layer=48"), (["--batch_size=9"], "batch_size=9"),
+                           (["--chunks=2"], "chunks=2"), (["--net=0"], "net"), (["--gups=2"], "--gpus")):
+        assert parallel.program("parallel.py", parallel.main, ["--plan", *options]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1, err
+
+
 def test_slices_are_the_best_of_all():
     rng = np.random.default_rng()
     for _ in range(200):

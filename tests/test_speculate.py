@@ -334,7 +334,11 @@ def test_gamma_follows_acceptance_and_cost(target):
 
 
 def test_bad_requests_are_refused_in_a_sentence(target):
-    for gamma in (0, -1, 2.5, "much"):
+    for most in (0, 1.5):
+        with pytest.raises(UserError, match="most"):
+            Speculator(target, 10, draft=target, gamma="auto", most=most)
+    assert Speculator(target, 10, gamma=True).gamma == 1
+    for gamma in (0, -1, 2.5, 2.0, "much"):
         with pytest.raises(UserError, match="gamma"):
             Speculator(target, 10, draft=target, gamma=gamma)
     with pytest.raises(UserError, match="66 .* 65"):
