@@ -243,11 +243,16 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @jit
-def follow(OVERLAP: tl.constexpr):
+def follow(OVERLAP: tl.constexpr, NEXT: tl.constexpr = "then"):
     """Waits until the kernel before has ended, and so have all before that. Any program that writes, or reads what an
-    earlier kernel wrote, passes here first."""
+    earlier kernel wrote, passes here first. NEXT: when the next kernel may begin, "first", before this one waits, "then",
+    after it, or "last", at its end, unless it began already."""
+    if NEXT == "first":
+        begin(OVERLAP)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if NEXT == "then":
+        begin(OVERLAP)
 
 
 @jit
@@ -256,13 +261,9 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, l
                  HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
                  NEXT: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK_M queries of one request and head, over one of SPLITS parts of what they see. With one part it writes o
-    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: when the next
-    kernel may begin, "first", "then", after what was before, or "last", at the end."""
-    if NEXT == "first":
-        begin(OVERLAP)
-    follow(OVERLAP)
-    if NEXT == "then":
-        begin(OVERLAP)
+    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: see
+    `follow`."""
+    follow(OVERLAP, NEXT)
     r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first = tl.load(start_ptr + r)
     n, length = tl.load(start_ptr + r + 1) - first, tl.load(length_ptr + r)
@@ -304,11 +305,7 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, l
 def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.constexpr, NEXT: tl.constexpr,
                  OVERLAP: tl.constexpr):
     """One query of one head a program: parts (SPLITS, hs) and their log-sum-exp in base 2 -> o (hs,)."""
-    if NEXT == "first":
-        begin(OVERLAP)
-    follow(OVERLAP)
-    if NEXT == "then":
-        begin(OVERLAP)
+    follow(OVERLAP, NEXT)
     row, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, HS)
     lse = tl.load(lse_ptr + row * SPLITS + s)
     m = tl.max(lse, 0)
@@ -358,7 +355,6 @@ def paged_attention(q, k, v, table, length, start, most, splits=None):
 def write_kernel(k_ptr, v_ptr, slot_ptr, k_pages, v_pages, C, token, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Token i's keys and values, C numbers each at i * token, into the pages' row slot[i]."""
     follow(OVERLAP)
-    begin(OVERLAP)
     i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     to = tl.load(slot_ptr + i) * C + c
     tl.store(k_pages + to, tl.load(k_ptr + i * token + c, mask=c < C), mask=c < C)
@@ -384,6 +380,12 @@ def write_pages(k, v, k_pages, v_pages, slots):
 # the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. And a program
 # asks for its part of the matrix before the kernel ahead has ended, which made the rows.
 
+@jit
+def gelu_factor(y):
+    """gelu(y) / y, as in model.gelu; the number is sqrt(8 / pi)."""
+    return tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+
+
 FEW, SOME = 2, 8      # rows that the two kernels take; for more, the library's products are as fast
 
 
@@ -404,7 +406,7 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
         shift = tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
     if BIAS:
         bias = tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
-    follow(OVERLAP)
+    follow(OVERLAP, "last")
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for r in tl.static_range(ROWS):
         x = tl.load(x_ptr + r * x_row + at, mask=at < K, other=0.0)
@@ -420,7 +422,7 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
     if BIAS:
         y += bias[None, :]
     if GELU:
-        y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
+        y *= gelu_factor(y)
     to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
     if RESIDUAL:
         y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
@@ -443,7 +445,7 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
     w = tl.load(from_w, mask=mine[None, :, None] & (at < K), other=0.0)      # (PARTS, BLOCK_N, k)
     if BIAS:
         bias = tl.load(b_ptr + cols, mask=mine, other=0.0).to(tl.float32)
-    follow(OVERLAP)
+    follow(OVERLAP, "last")
     if NORM:
         k = tl.arange(0, ALL_K)
         X = tl.load(x_ptr + i[:, None] * x_row + k[None, :], mask=(i < rows)[:, None] & (k < K)[None, :], other=0.0)
@@ -467,7 +469,7 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
     if BIAS:
         y += bias[:, None]
     if GELU:
-        y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))     # sqrt(8 / pi), as in model.gelu
+        y *= gelu_factor(y)
     to, real = i[None, :] * n + cols[:, None], (i < rows)[None, :] & mine[:, None]
     if RESIDUAL:
         y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
@@ -519,7 +521,6 @@ def head(model, x):
 def embed_kernel(idx_ptr, pos_ptr, wte_ptr, wpe_ptr, x_ptr, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """x[i] = wte[idx[i]] + wpe[pos[i]], C numbers each."""
     follow(OVERLAP)
-    begin(OVERLAP)
     i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     token = tl.load(wte_ptr + tl.load(idx_ptr + i) * C + c, mask=c < C).to(tl.float32)
     place = tl.load(wpe_ptr + tl.load(pos_ptr + i) * C + c, mask=c < C).to(tl.float32)
@@ -593,7 +594,6 @@ def uniform_kernel(seed_ptr, n_ptr, u_ptr, m, seed_row, seed_col, n_row, n_col, 
                    OVERLAP: tl.constexpr):
     """A row of m numbers."""
     follow(OVERLAP)
-    begin(OVERLAP)
     r, c = tl.program_id(0), tl.arange(0, BLOCK)
     seed = tl.load(seed_ptr + r * seed_row + c * seed_col, mask=c < m)
     n = tl.load(n_ptr + r * n_row + c * n_col, mask=c < m)
@@ -662,7 +662,6 @@ def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, 
                   BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Of logits x: the largest, where it is, the sum of the weights; of GIVEN weights x their sum."""
     follow(OVERLAP)
-    begin(OVERLAP)
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, to = i * BLOCK + tl.arange(0, BLOCK), r * tl.num_programs(1) + i
     x = tl.load(x_ptr + r * x_row + at, mask=at < V, other=0.0 if GIVEN else float("-inf")).to(tl.float32)
@@ -681,7 +680,6 @@ def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_
                 OVERLAP: tl.constexpr):
     """From what pieces_kernel found a row's token, and this piece's probabilities."""
     follow(OVERLAP)
-    begin(OVERLAP)
     r, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECES)
     at, real = i * BLOCK + tl.arange(0, BLOCK), k < pieces
     l = tl.load(sum_ptr + r * pieces + k, mask=real, other=0.0)              # (PIECES,) float64
@@ -829,7 +827,6 @@ def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_pt
                   OVERLAP: tl.constexpr):
     """Engine.layout, a row a program."""
     follow(OVERLAP)
-    begin(OVERLAP)
     r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     total, low, cap = tl.load(total_ptr + r * total_row), r * 0, tl.load(numbers_ptr + r * numbers_row + 1)
     if low_ptr is not None:

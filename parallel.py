@@ -2003,7 +2003,7 @@ def rate(args, ranks, apart):
 def predict_stage(config, args, parameters, layers, held, borders, ends):
     """-> Stage, of a rank with these (dense, experts') parameters and so many layers, micro-batches held at once,
     borders to other ranks' pieces, and ends of the model."""
-    data, dp = args.gpus // (args.tp * args.pp), args.gpus // (args.tp * args.pp * args.ep)
+    data, dp = args.data, args.data // args.ep
     B, T, C, tp, ep = args.batch_size // data, config.block_size, config.n_embd, args.tp, args.ep
     M = B // args.micro_batch
     wide, again, sent = 4 if M > 1 else 2, int(args.recompute), {}           # of a gradient; forward once more
@@ -2031,9 +2031,8 @@ def predict_stage(config, args, parameters, layers, held, borders, ends):
 
 def predict(config, args):
     """-> the Stages of a pipeline, and {bubble, step: seconds, exposed: seconds of it for data parallelism, compute: of
-    a rank, tokens: a second, mfu}. args: as the options of --plan."""
-    data = args.gpus // (args.tp * args.pp)
-    M, pieces = args.batch_size // data // args.micro_batch, args.pp * args.chunks
+    a rank, tokens: a second, mfu}. args: as `planned` gives them."""
+    M, pieces = args.batch_size // args.data // args.micro_batch, args.pp * args.chunks
     lists = [SCHEDULES[args.schedule](args.chunks, 1)(s, args.pp, M) for s in range(args.pp)]
     line, counts = simulate(lists), [len(part) for part in np.array_split(range(config.n_layer), pieces)]
     stages = [predict_stage(config, args, n, sum(counts[s::args.pp]), line.live(s),
@@ -2098,21 +2097,22 @@ def planned(argv=None):
     if config.n_head % args.tp:
         print(f"n_head={config.n_head} can't be split over tp={args.tp}, so training would refuse: predicted as if it "
               f"could", file=sys.stderr)
-    data = args.gpus // (args.tp * args.pp)
-    args.batch_size = args.batch_size or data * args.micro_batch * 4 * args.pp
-    if args.batch_size % (data * args.micro_batch):
-        raise UserError(f"batch_size={args.batch_size} must be a multiple of {data} data ranks x "
+    args.data = args.gpus // (args.tp * args.pp)                             # ranks that see different tokens
+    args.batch_size = args.batch_size or args.data * args.micro_batch * 4 * args.pp
+    if args.batch_size % (args.data * args.micro_batch):
+        raise UserError(f"batch_size={args.batch_size} must be a multiple of {args.data} data ranks x "
                         f"micro_batch={args.micro_batch}")
     return args, config
 
 
 def show_plan(args, config):
     stages, found = predict(config, args)
-    total, data = GPT(config, seed=None, device="meta").num_params(), args.gpus // (args.tp * args.pp)
+    total = GPT(config, seed=None, device="meta").num_params()
     print(f"{total:,} parameters, {2 * total / 1e9:,.1f} GB in bfloat16, on {args.gpus:,} GPUs: data "
-          f"{data // args.ep} x expert {args.ep} x pipeline {args.pp} x tensor {args.tp}, ZeRO {args.zero}\n{args.batch_size:,} "
-          f"sequences of {config.block_size:,} tokens a step, {args.batch_size // data // args.micro_batch} micro-batches of "
-          f"{args.micro_batch} on each data rank, {args.schedule}\n\n"
+          f"{args.data // args.ep} x expert {args.ep} x pipeline {args.pp} x tensor {args.tp}, ZeRO {args.zero}\n"
+          f"{args.batch_size:,} sequences of {config.block_size:,} tokens a step, "
+          f"{args.batch_size // args.data // args.micro_batch} micro-batches of {args.micro_batch} on each data rank, "
+          f"{args.schedule}\n\n"
           f"GB of a rank {'parameters':>16}{'weights':>9}{'gradients':>11}{'moments':>9}{'activations':>13}{'held':>6}"
           f"{'all':>8}")
     fullest = max(range(args.pp), key=lambda s: stages[s].memory)
@@ -2126,7 +2126,8 @@ def show_plan(args, config):
     for kind, (n, seconds) in kinds.items():
         print(f"sent a step for {kind:10}{n / 1e9:10.3f} GB{1e3 * seconds:10.1f} ms")
     print(f"compute {1e3 * found['compute']:.1f} ms, waiting for tensor and expert parallelism "
-          f"{1e3 * found['waits']:.1f}, bubble {found['bubble']:.1%}, data parallelism in sight {1e3 * found['exposed']:.1f} ms\n"
+          f"{1e3 * found['waits']:.1f}, bubble {found['bubble']:.1%}, data parallelism in sight "
+          f"{1e3 * found['exposed']:.1f} ms\n"
           f"a step {1e3 * found['step']:.1f} ms: {found['tokens']:,.0f} tokens/s, MFU {found['mfu']:.1%}")
 
 
@@ -2223,7 +2224,8 @@ def chapter():
 
 
 def main(argv=None):
-    if len(sys.argv if argv is None else argv) > (argv is None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv:
         args, config = planned(argv)
         if args.plan:
             return show_plan(args, config)

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import (Engine, begin, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
+from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
                    trunk, uniform, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
@@ -90,7 +90,6 @@ def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, re
     """How many of a row's drafts are kept; and in this piece of the ids the weights by which the token after them is
     drawn, and their sum."""
     follow(OVERLAP)
-    begin(OVERLAP)
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, n, goes_on, x = tl.load(count_ptr + r), r * 0, r >= 0, r * 0
     for j in range(gamma):
