@@ -243,7 +243,7 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @jit
-def follow(OVERLAP: tl.constexpr, NEXT: tl.constexpr = "then"):
+def follow(OVERLAP: tl.constexpr, NEXT: tl.constexpr):
     """Waits until the kernel before has ended, and so have all before that. Any program that writes, or reads what an
     earlier kernel wrote, passes here first. NEXT: when the next kernel may begin, "first", before this one waits, "then",
     after it, or "last", at its end, unless it began already."""
@@ -256,44 +256,76 @@ def follow(OVERLAP: tl.constexpr, NEXT: tl.constexpr = "then"):
 
 
 @jit
-def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, o_ptr, lse_ptr, nh, hs, q_token, k_block,
-                 k_slot, v_block, v_slot, table_row, scale_log2, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
-                 HS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-                 NEXT: tl.constexpr, OVERLAP: tl.constexpr):
+def fetch(k_ptr, v_ptr, table_ptr, cols, there, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE: tl.constexpr):
+    """One head's keys and values at places cols of a context, (cols, d), through its block table."""
+    block = tl.load(table_ptr + cols // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    inside = there[:, None] & (d < hs)[None, :]                              # nothing is read past the end
+    K = tl.load(k_ptr + (block * k_block + cols % BLOCK_SIZE * k_slot)[:, None] + d[None, :], mask=inside, other=0.0)
+    V = tl.load(v_ptr + (block * v_block + cols % BLOCK_SIZE * v_slot)[:, None] + d[None, :], mask=inside, other=0.0)
+    return K, V
+
+
+@jit
+def absorb(Q, K, V, seen, m, l, O, scale_log2, PRECISION: tl.constexpr):
+    """The online softmax of flash.py: what queries Q have seen so far, and now these keys and values."""
+    S = tl.where(seen, tl.dot(Q, K.T, input_precision=PRECISION), float("-inf"))
+    m_new = tl.maximum(m, tl.max(S, 1) * scale_log2)
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    P, alpha = tl.exp2(S * scale_log2 - safe[:, None]), tl.exp2(m - safe)
+    O = tl.dot(P.to(V.dtype), V, O * alpha[:, None], input_precision=PRECISION)
+    return m_new, l * alpha + tl.sum(P, 1), O
+
+
+@jit
+def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_ptr, new_v_ptr, slot_ptr, o_ptr, lse_ptr,
+                 nh, hs, q_token, new_token, k_block, k_slot, v_block, v_slot, table_row, scale_log2,
+                 BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr,
+                 BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NEXT: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK_M queries of one request and head, over one of SPLITS parts of what they see. With one part it writes o
-    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: see
-    `follow`."""
-    follow(OVERLAP, NEXT)
+    (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: see `follow`.
+
+    New keys and values, if given, are seen where they are, by the last part, which also puts its own queries' into
+    their slots: so no program waits for another's, and what is in the pages already comes while the kernel before
+    runs."""
     r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
-    first = tl.load(start_ptr + r)
-    n, length = tl.load(start_ptr + r + 1) - first, tl.load(length_ptr + r)
+    first, length = tl.load(start_ptr + r), tl.load(length_ptr + r)
+    n = tl.load(start_ptr + r + 1) - first
+    rows, d = i + tl.arange(0, BLOCK_M), tl.arange(0, HS)
+    k_ptr, v_ptr, table_ptr = k_ptr + h * hs, v_ptr + h * hs, table_ptr + r * table_row
+    last = length - n + rows[:, None]                                        # the last place that a query sees
+    end = tl.minimum(length if new_k_ptr is None else length - n, length - n + i + BLOCK_M)
+    width = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N                 # of a part
+    begin, end = part * width, tl.where(i < n, tl.minimum(end, part * width + width), 0)
+    cols = begin + tl.arange(0, BLOCK_N)
+    K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
+    follow(OVERLAP, NEXT)
     if i < n:
-        rows, d = i + tl.arange(0, BLOCK_M), tl.arange(0, HS)
         token = (first + rows).to(tl.int64)
         real = (rows < n)[:, None] & (d < hs)[None, :]
         Q = tl.load(q_ptr + token[:, None] * q_token + h * hs + d[None, :], mask=real, other=0.0)
-        end = tl.minimum(length, length - n + i + BLOCK_M)                   # keys that any of these queries sees
-        width = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N             # of a part
         m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         O = tl.zeros([BLOCK_M, HS], tl.float32)
-        for j in range(part * width, tl.minimum(end, part * width + width), BLOCK_N):
+        if begin < end:
+            m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
+        for j in range(begin + BLOCK_N, end, BLOCK_N):
             cols = j + tl.arange(0, BLOCK_N)
-            there = cols < end
-            block = tl.load(table_ptr + r * table_row + cols // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-            inside = there[:, None] & (d < hs)[None, :]                      # nothing is read past the end
-            at = block * k_block + (cols % BLOCK_SIZE) * k_slot + h * hs
-            K = tl.load(k_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
-            S = tl.dot(Q, K.T, input_precision=PRECISION)                    # (BLOCK_M, BLOCK_N), not yet scaled
-            seen = there[None, :] & (cols[None, :] <= length - n + rows[:, None])
-            S = tl.where(seen, S, float("-inf"))
-            m_new = tl.maximum(m, tl.max(S, 1) * scale_log2)
-            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            P, alpha = tl.exp2(S * scale_log2 - safe[:, None]), tl.exp2(m - safe)
-            l = l * alpha + tl.sum(P, 1)
-            at = block * v_block + (cols % BLOCK_SIZE) * v_slot + h * hs
-            V = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
-            O = tl.dot(P.to(V.dtype), V, O * alpha[:, None], input_precision=PRECISION)
-            m = m_new
+            K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
+            m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
+        if new_k_ptr is not None:
+            if part == SPLITS - 1:
+                for j in range(0, i + BLOCK_M, BLOCK_M):
+                    new = j + tl.arange(0, BLOCK_M)
+                    place, inside = length - n + new, (new < n)[:, None] & (d < hs)[None, :]
+                    at = (first + new).to(tl.int64)[:, None] * new_token + h * hs + d[None, :]
+                    new_K = tl.load(new_k_ptr + at, mask=inside, other=0.0)
+                    new_V = tl.load(new_v_ptr + at, mask=inside, other=0.0)
+                    seen = ((new < n) & (place >= 0))[None, :] & (place[None, :] <= last)
+                    m, l, O = absorb(Q, new_K, new_V, seen, m, l, O, scale_log2, PRECISION)
+                    if j == i:
+                        slot = tl.load(slot_ptr + token, mask=rows < n, other=0)
+                        block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+                        tl.store(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], new_K, mask=inside)
+                        tl.store(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], new_V, mask=inside)
         O = O / tl.where(l == 0, 1.0, l)[:, None]
         out = (token * nh + h) * SPLITS + part
         tl.store(o_ptr + out[:, None] * hs + d[None, :], O.to(o_ptr.dtype.element_ty), mask=real)
@@ -329,11 +361,17 @@ def attention_shape(R, nh, HS, most, positions, splits=None):
                 num_stages=stages)
 
 
-def paged_attention(q, k, v, table, length, start, most, splits=None):
+def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
     """paged_attention_reference, by the kernel where there is one. most: the largest number of queries of a request.
     splits: parts of a context, a power of two; by default enough to keep a GPU busy. Last strides must be 1, and heads
-    next to each other: k[..., h, :] at h * hs."""
+    next to each other: k[..., h, :] at h * hs.
+
+    new: keys and values (N, nh, hs) of the queries' tokens, which aren't in k and v yet, and slots (N,) int64 where they
+    are to be put, places in the blocks one after the other; with those of a token that only this call is to see, one
+    that isn't anybody's."""
     if not attends(q):
+        if new:
+            k.flatten(0, 1)[new[2]], v.flatten(0, 1)[new[2]] = new[:2]       # (blocks block_size, nh, hs) at (N,)
         return paged_attention_reference(q, k, v, table, length, start)
     (N, nh, hs), R, HS = q.shape, len(length), max(16, triton.next_power_of_2(q.size(2)))
     how, out = attention_shape(R, nh, HS, most, table.size(1) * k.size(1), splits), torch.empty_like(q)
@@ -342,34 +380,14 @@ def paged_attention(q, k, v, table, length, start, most, splits=None):
     lse = q.new_empty(N, nh, splits, dtype=torch.float32) if splits > 1 else out
     with torch.cuda.device_of(q):
         paged_kernel[(R, triton.cdiv(most, how["BLOCK_M"]), nh * splits)](
-            q, k, v, table, length, start, parts, lse, nh, hs, q.stride(0), k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), table.stride(0), LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how, **overlap(q.device))
+            q, k, v, table, length, start, *(new or (None, None, None)), parts, lse, nh, hs, q.stride(0),
+            new[0].stride(0) if new else 0, k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
+            LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            **how, **overlap(q.device))
         if splits > 1:
             merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, NEXT=how["NEXT"], num_warps=1,
                                     **overlap(q.device))
     return out
-
-
-@jit
-def write_kernel(k_ptr, v_ptr, slot_ptr, k_pages, v_pages, C, token, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Token i's keys and values, C numbers each at i * token, into the pages' row slot[i]."""
-    follow(OVERLAP)
-    i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    to = tl.load(slot_ptr + i) * C + c
-    tl.store(k_pages + to, tl.load(k_ptr + i * token + c, mask=c < C), mask=c < C)
-    tl.store(v_pages + to, tl.load(v_ptr + i * token + c, mask=c < C), mask=c < C)
-
-
-def write_pages(k, v, k_pages, v_pages, slots):
-    """k, v (N, nh, hs) of new tokens into pages (blocks, block_size, nh, hs) at slots (N,) int64."""
-    N, nh, hs = k.shape
-    if attends(k) and k.stride()[1:] == v.stride()[1:] == (hs, 1) and k.stride(0) == v.stride(0):
-        with torch.cuda.device_of(k):
-            write_kernel[(N,)](k, v, slots, k_pages, v_pages, nh * hs, k.stride(0),
-                               BLOCK=triton.next_power_of_2(nh * hs), num_warps=4, **overlap(k.device))
-    else:
-        k_pages.flatten(0, 1)[slots], v_pages.flatten(0, 1)[slots] = k, v    # (blocks block_size, nh, hs) at (N,)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -386,7 +404,7 @@ def gelu_factor(y):
     return tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
 
 
-FEW, SOME = 2, 8      # rows that the two kernels take; for more, the library's products are as fast
+FEW, SOME = 2, 16      # rows that the two kernels take; for more, the library's products are as fast
 
 
 @jit
@@ -406,7 +424,9 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
         shift = tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
     if BIAS:
         bias = tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
     follow(OVERLAP, "last")
+    residual = tl.load(y_ptr + to, mask=real & RESIDUAL, other=0.0).to(tl.float32)             # comes while the rest does
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for r in tl.static_range(ROWS):
         x = tl.load(x_ptr + r * x_row + at, mask=at < K, other=0.0)
@@ -423,61 +443,72 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
         y += bias[None, :]
     if GELU:
         y *= gelu_factor(y)
-    to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
-    if RESIDUAL:
-        y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
-    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
+    tl.store(y_ptr + to, (y + residual).to(y_ptr.dtype.element_ty), mask=real)
 
 
 @jit
 def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows, BIAS: tl.constexpr,
                      NORM: tl.constexpr, SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr,
-                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-                     ALL_K: tl.constexpr, OVERLAP: tl.constexpr):
-    """As few_rows_kernel, by tensor cores, for up to ROWS rows. They take 16 rows at least, so what they compute is y
-    transposed, w @ x.T, BLOCK_N rows of it. Each warp sums over one of PARTS of every BLOCK_K of K; the next weights
-    come while these are multiplied."""
+                     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALL_K: tl.constexpr,
+                     PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    """As few_rows_kernel, by tensor cores, for up to ROWS rows, 8 or 16. They take 16 rows of the left factor at least
+    and 8 columns of the right one: for 8 rows they compute y transposed, w @ x.T. Each warp sums over one of PARTS of
+    every BLOCK_K of K, all of it if there is a NORM; the next weights come while these are multiplied."""
     begin(OVERLAP)
     i, cols, part = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, PARTS)
     mine = cols < n
     at = (part * (BLOCK_K // PARTS))[:, None, None] + tl.arange(0, BLOCK_K // PARTS)[None, None, :]      # (PARTS, 1, k)
     from_w = w_ptr + cols.to(tl.int64)[None, :, None] * K + at
     w = tl.load(from_w, mask=mine[None, :, None] & (at < K), other=0.0)      # (PARTS, BLOCK_N, k)
+    if NORM:
+        gain = tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+    if SHIFT:
+        shift = tl.load(s_ptr + at, mask=at < K, other=0.0).to(tl.float32)
     if BIAS:
         bias = tl.load(b_ptr + cols, mask=mine, other=0.0).to(tl.float32)
+    to, real = i[:, None] * n + cols[None, :], (i < rows)[:, None] & mine[None, :]
     follow(OVERLAP, "last")
-    if NORM:
-        k = tl.arange(0, ALL_K)
-        X = tl.load(x_ptr + i[:, None] * x_row + k[None, :], mask=(i < rows)[:, None] & (k < K)[None, :], other=0.0)
-        X = X.to(tl.float32)                                                 # (ROWS, ALL_K)
-        mean = tl.sum(X, 1) / K                                              # (ROWS,)
-        X = tl.where((k < K)[None, :], X - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(X * X, 1) / K + 1e-5)
-    y = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
+    residual = tl.load(y_ptr + to, mask=real & RESIDUAL, other=0.0).to(tl.float32)
+    y = tl.zeros([PARTS, BLOCK_N, ROWS] if ROWS < 16 else [PARTS, ROWS, BLOCK_N], tl.float32)
     for j in range(0, K, BLOCK_K):
         now, there = w, j + at < K
-        w = tl.load(from_w + j + BLOCK_K, mask=mine[None, :, None] & (j + BLOCK_K + at < K), other=0.0)
+        if BLOCK_K < ALL_K:
+            w = tl.load(from_w + j + BLOCK_K, mask=mine[None, :, None] & (j + BLOCK_K + at < K), other=0.0)
         x = tl.load(x_ptr + i[None, :, None] * x_row + j + at, mask=(i < rows)[None, :, None] & there, other=0.0)
         if NORM:
-            h = (x.to(tl.float32) - mean[None, :, None]) * rstd[None, :, None]
-            h *= tl.load(g_ptr + j + at, mask=there, other=0.0).to(tl.float32)
+            h = x.to(tl.float32)                                             # (PARTS, ROWS, k)
+            h = tl.where(there, h - (tl.sum(tl.sum(h, 2), 0) / K)[None, :, None], 0.0)
+            h *= tl.rsqrt(tl.sum(tl.sum(h * h, 2), 0) / K + 1e-5)[None, :, None] * gain
             if SHIFT:
-                h += tl.load(s_ptr + j + at, mask=there, other=0.0).to(tl.float32)
+                h += shift
             x = h.to(x.dtype)
-        y = tl.dot(now, x.permute(0, 2, 1), y)                               # (PARTS, BLOCK_N, ROWS)
-    y = tl.sum(y, 0)                                                         # (BLOCK_N, ROWS)
+        y = tl.dot(now, x.permute(0, 2, 1), y) if ROWS < 16 else tl.dot(x, now.permute(0, 2, 1), y)
+    y = tl.sum(y, 0)
+    if ROWS < 16:
+        y = y.T                                                              # (ROWS, BLOCK_N)
     if BIAS:
-        y += bias[:, None]
+        y += bias[None, :]
     if GELU:
         y *= gelu_factor(y)
-    to, real = i[None, :] * n + cols[:, None], (i < rows)[None, :] & mine[:, None]
-    if RESIDUAL:
-        y += tl.load(y_ptr + to, mask=real, other=0.0).to(tl.float32)
-    tl.store(y_ptr + to, y.to(y_ptr.dtype.element_ty), mask=real)
+    tl.store(y_ptr + to, (y + residual).to(y_ptr.dtype.element_ty), mask=real)
+
+
+def product_shape(rows, n, K, size):
+    """-> options of few_rows_kernel or some_rows_kernel for this many rows, and weights (n, K) of `size` bytes each; by
+    measurement on an H200. As far as there is room a program asks for all of its weights at once."""
+    ALL_K = max(64, triton.next_power_of_2(K))
+    if rows <= FEW:
+        return dict(ROWS=rows, BLOCK_N=max(2, min(16 if n > 16384 else 8, 32768 // (ALL_K * size))), BLOCK_K=ALL_K,
+                    num_warps=4)
+    columns = (32 if ALL_K <= 2048 else 16) // (1 if rows <= 8 else 2)
+    BLOCK_K = ALL_K if rows <= 8 and ALL_K <= 4096 else min(ALL_K, 2048)
+    warps = max(4, BLOCK_K // 256)
+    return dict(ROWS=8 if rows <= 8 else 16, BLOCK_N=columns, BLOCK_K=BLOCK_K, ALL_K=ALL_K, PARTS=warps,
+                num_warps=warps, num_stages=1)
 
 
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 8 rows on a GPU, in float32 up
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 16 rows on a GPU, in float32 up
     to 2, as one kernel. The answer overwrites the residual.
 
     x (N, K) with 1 as its last stride, w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual
@@ -489,19 +520,13 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
     if has_kernels(x) and (few or some and recent()):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
-        what = dict(BIAS=b is not None, NORM=norm is not None, SHIFT=shift is not None, GELU=activation is not None,
-                    RESIDUAL=residual is not None, **overlap(x.device))
-        ALL_K = triton.next_power_of_2(K)
-        BLOCK_N = 16 if some else max(2, min(16 if n > 16384 else 8, 65536 // (ALL_K * x.element_size())))
+        kernel, rest = (few_rows_kernel, ()) if few else (some_rows_kernel, (N,))
+        how = product_shape(N, n, K, x.element_size())
         with torch.cuda.device_of(x):
-            if few:
-                few_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-                    x, w, b, gain, shift, y, n, K, x.stride(0), ROWS=N, BLOCK_N=BLOCK_N, BLOCK_K=ALL_K, num_warps=4,
-                    **what)
-            else:
-                some_rows_kernel[(triton.cdiv(n, BLOCK_N),)](
-                    x, w, b, gain, shift, y, n, K, x.stride(0), N, ROWS=SOME, BLOCK_N=BLOCK_N, BLOCK_K=1024, PARTS=4,
-                    ALL_K=ALL_K, num_warps=4, num_stages=1, **what)
+            kernel[(triton.cdiv(n, how["BLOCK_N"]),)](
+                x, w, b, gain, shift, y, n, K, x.stride(0), *rest, BIAS=b is not None, NORM=norm is not None,
+                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, **how,
+                **overlap(x.device))
         return y
     x = norm(x) if norm else x
     if residual is not None and not activation:      # the library adds to what is there
@@ -520,7 +545,7 @@ def head(model, x):
 @jit
 def embed_kernel(idx_ptr, pos_ptr, wte_ptr, wpe_ptr, x_ptr, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """x[i] = wte[idx[i]] + wpe[pos[i]], C numbers each."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     token = tl.load(wte_ptr + tl.load(idx_ptr + i) * C + c, mask=c < C).to(tl.float32)
     place = tl.load(wpe_ptr + tl.load(pos_ptr + i) * C + c, mask=c < C).to(tl.float32)
@@ -593,7 +618,7 @@ mixed_bits_jit = jit(mixed_bits)
 def uniform_kernel(seed_ptr, n_ptr, u_ptr, m, seed_row, seed_col, n_row, n_col, BLOCK: tl.constexpr,
                    OVERLAP: tl.constexpr):
     """A row of m numbers."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     r, c = tl.program_id(0), tl.arange(0, BLOCK)
     seed = tl.load(seed_ptr + r * seed_row + c * seed_col, mask=c < m)
     n = tl.load(n_ptr + r * n_row + c * n_col, mask=c < m)
@@ -661,7 +686,7 @@ def invert(p, u, piece=256):
 def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, t_row, per, GIVEN: tl.constexpr,
                   BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Of logits x: the largest, where it is, the sum of the weights; of GIVEN weights x their sum."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, to = i * BLOCK + tl.arange(0, BLOCK), r * tl.num_programs(1) + i
     x = tl.load(x_ptr + r * x_row + at, mask=at < V, other=0.0 if GIVEN else float("-inf")).to(tl.float32)
@@ -679,7 +704,7 @@ def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_
                 DRAWS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
                 OVERLAP: tl.constexpr):
     """From what pieces_kernel found a row's token, and this piece's probabilities."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     r, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECES)
     at, real = i * BLOCK + tl.arange(0, BLOCK), k < pieces
     l = tl.load(sum_ptr + r * pieces + k, mask=real, other=0.0)              # (PIECES,) float64
@@ -816,8 +841,8 @@ class Pages:
     def __call__(self, layer, q, k, v):
         """q, k, v (1, nh, N, hs), all requests' new tokens one after the other -> (1, nh, N, hs)."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                  # (N, nh, hs)
-        write_pages(k, v, self.k[layer], self.v[layer], self.layout.slots)
-        o = paged_attention(q, self.k[layer], self.v[layer], *self.layout[1:])                   # (N, nh, hs)
+        slots, *layout = self.layout
+        o = paged_attention(q, self.k[layer], self.v[layer], *layout, new=(k, v, slots))         # (N, nh, hs)
         return o.transpose(0, 1)[None]
 
 
@@ -826,7 +851,7 @@ def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_pt
                   limit, bs, spare, total_row, low_row, table_row, numbers_row, history_row, BLOCK: tl.constexpr,
                   OVERLAP: tl.constexpr):
     """Engine.layout, a row a program."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     total, low, cap = tl.load(total_ptr + r * total_row), r * 0, tl.load(numbers_ptr + r * numbers_row + 1)
     if low_ptr is not None:

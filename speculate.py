@@ -89,7 +89,7 @@ def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, re
                   BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """How many of a row's drafts are kept; and in this piece of the ids the weights by which the token after them is
     drawn, and their sum."""
-    follow(OVERLAP)
+    follow(OVERLAP, "then")
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count, n, goes_on, x = tl.load(count_ptr + r), r * 0, r >= 0, r * 0
     for j in range(gamma):

@@ -13,7 +13,7 @@ import flash
 import paged
 from model import GPT, GPTConfig, LayerNorm, UserError, distribution, gelu
 from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, invert, linear,
-                   paged_attention, paged_attention_reference, trunk, uniform, write_pages)
+                   paged_attention, paged_attention_reference, trunk, uniform)
 
 LIMIT = 40      # the model's block_size
 needs_triton = pytest.mark.skipif(flash.triton is None, reason="needs Triton")
@@ -154,6 +154,31 @@ def test_paged_attention(bs, hs, news, lengths, splits, dtype, kernels):
             want[n - there:] = o.transpose(0, 1)
         for found in (got, reference):
             assert (found[args[5][r]:args[5][r + 1]].double().cpu() - want).abs().max() < error
+
+
+@needs_triton
+@pytest.mark.parametrize("bs,nh,hs,news,lengths,splits", [
+    (16, 2, 16, [1, 1, 1], [1, 16, 33], None), (4, 3, 20, [5, 1, 3], [5, 30, 9], 4), (8, 1, 64, [2, 5], [70, 8], 2),
+    (16, 2, 24, [1, 40, 150], [90, 40, 170], None)])
+def test_new_keys_and_values_are_seen_and_put_into_their_slots(bs, nh, hs, news, lengths, splits, kernels):
+    (q, k, v, table, length, start), _ = pages(bs, nh, hs, news, lengths, torch.float32)
+    places = [(r, length - n + j) for r, (n, length) in enumerate(zip(news, lengths)) for j in range(n)]
+    slots = torch.tensor([int(table[r, j // bs]) * bs + j % bs for r, j in places], device=DEVICE)
+    qkv = torch.stack([q, k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]], 1)                    # (N, 3, nh, hs)
+    used = {int(block) for r, n in enumerate(lengths) for block in table[r, :-(-n // bs)]}
+    nobodys = bs * min(set(range(len(k))) - used)                            # a slot of a block that is no request's
+    for lost in ([], [0, len(slots) - 1]):                                   # what only this call is to see
+        to = slots.clone()
+        to[lost] = nobodys
+        before = [torch.where(torch.isin(torch.arange(len(k) * bs, device=DEVICE), slots)[:, None, None], math.nan,
+                              x.flatten(0, 1)).view_as(x) for x in (k, v)]
+        got = paged_attention(qkv[:, 0], *before, table, length, start, max(news), splits, (*qkv.unbind(1)[1:], to))
+        assert (got - paged_attention(q, k, v, table, length, start, max(news), splits)).abs().max() < 1e-5
+        for x, was in zip(before, (k, v)):
+            x, want = x.flatten(0, 1).clone(), was.flatten(0, 1).clone()
+            x[nobodys] = want[nobodys] = 0
+            want[slots[lost]] = math.nan
+            assert torch.equal(x.nan_to_num(-1.0), want.nan_to_num(-1.0))
 
 
 @needs_triton
@@ -312,7 +337,8 @@ def test_a_kernel_lays_out_as_torch(model, bs, n, kernels, monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"))
 @pytest.mark.parametrize("N,K,n", [(1, 32, 65), (2, 300, 33), (1, 128, 16), (2, 129, 48), (1, 5000, 7), (3, 40, 50),
-                                   (5, 1600, 33), (8, 2100, 9), (9, 40, 50)])
+                                   (5, 1600, 33), (8, 2100, 9), (9, 40, 50), (16, 300, 20), (7, 4500, 40), (11, 2100, 20),
+                                   (17, 40, 50)])
 @pytest.mark.parametrize("what", [(), ("norm",), ("bias", "activation"), ("bias", "residual"),
                                   ("shifted norm", "bias", "activation", "residual")])
 def test_linear_is_what_it_says(N, K, n, what, dtype, kernels):
@@ -349,16 +375,6 @@ def test_the_trunk_is_the_models(bias, experts, N, kernels):
     with torch.no_grad():
         got = model.ln_f(trunk(model, idx, pos, lambda layer, q, k, v: flash.torch_attention(q, k, v)))
         assert (got - model.trunk(idx[None])[0]).abs().max() < 2e-5 * got.abs().max()
-
-
-@needs_triton
-@pytest.mark.parametrize("nh,hs", [(2, 16), (3, 20)])
-def test_pages_are_written_where_slots_say(nh, hs, kernels):
-    qkv, slots = torch.randn(7, 3, nh, hs, device=DEVICE), torch.randperm(20, device=DEVICE)[:7]
-    k_pages, v_pages = torch.full((2, 5, 4, nh, hs), math.nan, device=DEVICE)
-    write_pages(qkv[:, 1], qkv[:, 2], k_pages, v_pages, slots)
-    for pages, x in ((k_pages, qkv[:, 1]), (v_pages, qkv[:, 2])):
-        assert torch.equal(pages.flatten(0, 1)[slots], x) and pages.isnan().sum() == 13 * nh * hs
 
 
 # ---- the engine -------------------------------------------------------------------------------------------------
