@@ -543,23 +543,25 @@ def head(model, x):
 
 
 @jit
-def embed_kernel(idx_ptr, pos_ptr, wte_ptr, wpe_ptr, x_ptr, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """x[i] = wte[idx[i]] + wpe[pos[i]], C numbers each."""
+def embed_kernel(idx_ptr, pos_ptr, wte_ptr, wpe_ptr, x_ptr, T, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """x[i] = wte[idx[i]] + wpe[pos[i]], C numbers each, of T places."""
     follow(OVERLAP, "then")
     i, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     token = tl.load(wte_ptr + tl.load(idx_ptr + i) * C + c, mask=c < C).to(tl.float32)
-    place = tl.load(wpe_ptr + tl.load(pos_ptr + i) * C + c, mask=c < C).to(tl.float32)
+    pos = tl.minimum(tl.load(pos_ptr + i), T - 1)
+    place = tl.load(wpe_ptr + pos * C + c, mask=c < C).to(tl.float32)
     tl.store(x_ptr + i * C + c, (token + place).to(x_ptr.dtype.element_ty), mask=c < C)
 
 
 def embed(model, idx, pos):
-    """idx, pos (N,) int64 -> (N, C)."""
+    """idx, pos (N,) int64 -> (N, C). A place past the model's last is taken for the last: a draft's context may be
+    shorter than its target's, and nobody looks at what is there."""
     wte, wpe = model.wte.weight, model.wpe.weight
     if not has_kernels(wte):
-        return wte[idx] + wpe[pos]
+        return wte[idx] + wpe[pos.clamp(max=len(wpe) - 1)]
     x = wte.new_empty(len(idx), wte.size(1))
     with torch.cuda.device_of(x):
-        embed_kernel[(len(idx),)](idx, pos, wte, wpe, x, wte.size(1), BLOCK=triton.next_power_of_2(wte.size(1)),
+        embed_kernel[(len(idx),)](idx, pos, wte, wpe, x, *wpe.shape, BLOCK=triton.next_power_of_2(wpe.size(1)),
                                   **overlap(x.device))
     return x
 
@@ -615,6 +617,11 @@ mixed_bits_jit = jit(mixed_bits)
 
 
 @jit
+def uniform_jit(seed, n):
+    return mixed_bits_jit(seed, n).to(tl.float64) / 9007199254740992.0       # 2^53
+
+
+@jit
 def uniform_kernel(seed_ptr, n_ptr, u_ptr, m, seed_row, seed_col, n_row, n_col, BLOCK: tl.constexpr,
                    OVERLAP: tl.constexpr):
     """A row of m numbers."""
@@ -622,17 +629,17 @@ def uniform_kernel(seed_ptr, n_ptr, u_ptr, m, seed_row, seed_col, n_row, n_col, 
     r, c = tl.program_id(0), tl.arange(0, BLOCK)
     seed = tl.load(seed_ptr + r * seed_row + c * seed_col, mask=c < m)
     n = tl.load(n_ptr + r * n_row + c * n_col, mask=c < m)
-    tl.store(u_ptr + r * m + c, mixed_bits_jit(seed, n).to(tl.float64) / 9007199254740992.0, mask=c < m)      # 2^53
+    tl.store(u_ptr + r * m + c, uniform_jit(seed, n), mask=c < m)
 
 
 def wide(x):
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
-def draw(logits, temperature, top_k, top_p, u, how, keep=False, into=None):
+def draw(logits, temperature, top_k, top_p, u, how, keep=None, into=None):
     """logits (N, V); settings (b,), each for N / b rows that follow each other; random numbers u (N,), or None to draw
-    nothing -> tokens (N,) int64, -1 where logits aren't numbers; and the probabilities (N, V) float32, if asked to
-    `keep` them. None for what there isn't. into: a history (N, m) and places in it (N,), where tokens go too, 0 for -1.
+    nothing -> tokens (N,) int64, -1 where logits aren't numbers, or None. keep: where the probabilities go, (N, V)
+    float32 with 1 as its last stride. into: a history (N, m) and places in it (N,), where tokens go too, 0 for -1.
 
     how, the cheapest way that serves all rows: "greedy", if every temperature is 0 (u isn't looked at), "warm", if none
     is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
@@ -642,10 +649,10 @@ def draw(logits, temperature, top_k, top_p, u, how, keep=False, into=None):
     if how == "sorted":
         p = distribution(logits, *each)                                      # (N, V)
     if kernels:
-        token, p = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep, into)
+        token = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep, into)
     elif how == "greedy":
         token = logits.argmax(-1)
-        p = F.one_hot(token, logits.size(-1)).float() if keep else None
+        p = None if keep is None else F.one_hot(token, logits.size(-1))      # (N, V)
     else:
         if how == "warm":
             p = (logits.float() / each[0][:, None]).softmax(-1)
@@ -654,9 +661,11 @@ def draw(logits, temperature, top_k, top_p, u, how, keep=False, into=None):
         token = None if u is None else invert(p, u)
     if token is not None and (how == "sorted" or not kernels):
         token = torch.where(logits.amax(-1).isfinite(), token, -1)
+    if keep is not None and not kernels:
+        keep.copy_(p)
     if into and not kernels:
         into[0].scatter_(1, into[1][:, None], token.clamp(min=0)[:, None])
-    return token, p if keep else None
+    return token
 
 
 def invert(p, u, piece=256):
@@ -700,9 +709,8 @@ def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, 
 
 @jit
 def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_ptr, history_ptr, place_ptr, token_ptr,
-                p_ptr, V, x_row, t_row, per, u_row, history_row, place_row, pieces, GIVEN: tl.constexpr,
-                DRAWS: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-                OVERLAP: tl.constexpr):
+                p_ptr, V, x_row, t_row, per, u_row, history_row, place_row, p_row, pieces, GIVEN: tl.constexpr,
+                DRAWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr):
     """From what pieces_kernel found a row's token, and this piece's probabilities."""
     follow(OVERLAP, "then")
     r, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECES)
@@ -719,9 +727,9 @@ def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_
         best, greedy = tl.load(best_ptr + r * pieces + tl.argmax(tops, 0)), temperature < 1e-6
     total, ends = tl.sum(l, 0), tl.cumsum(l, 0)
     finite = total < float("inf")                                            # NaN isn't
-    if KEEP:
+    if p_ptr is not None:
         p = tl.where(greedy & finite, (at == best).to(tl.float32), w / total.to(tl.float32))
-        tl.store(p_ptr + r * V + at, p, mask=at < V)
+        tl.store(p_ptr + r * p_row + at, p, mask=at < V)
     if DRAWS:
         target = total
         if u_ptr is not None:
@@ -744,7 +752,7 @@ def piece_of(V):
     return min(2048, max(16, triton.next_power_of_2(V)))
 
 
-def draw_by_kernels(x, temperature, u, how, keep, into=None, sums=None, otherwise=None):
+def draw_by_kernels(x, temperature, u, how, keep=None, into=None, sums=None, otherwise=None):
     """As draw. x (N, V): logits, or if how is "sorted" weights; sums (N, pieces) float64 of these, if they are known;
     otherwise: tokens (N,) for rows whose weights are all 0."""
     (N, V), given, draws = x.shape, how == "sorted", u is not None or how == "greedy"
@@ -753,7 +761,6 @@ def draw_by_kernels(x, temperature, u, how, keep, into=None, sums=None, otherwis
     top, best = (None, None) if given else (x.new_empty(N, pieces, dtype=torch.float32),
                                             x.new_empty(N, pieces, dtype=torch.int64))
     token = x.new_empty(N, dtype=torch.int64) if draws else None
-    p = x.new_empty(N, V, dtype=torch.float32) if keep else None
     known, (history, place) = sums is not None, into or (None, None)
     sums = sums if known else x.new_empty(N, pieces, dtype=torch.float64)
     common = (V, x.stride(0), 0, 1) if given else (V, x.stride(0), temperature.stride(0), N // len(temperature))
@@ -761,13 +768,13 @@ def draw_by_kernels(x, temperature, u, how, keep, into=None, sums=None, otherwis
         if not known:
             pieces_kernel[(N, pieces)](x, temperature, top, best, sums, *common, GIVEN=given, BLOCK=BLOCK,
                                        **overlap(x.device))
-        if draws or keep:
+        if draws or keep is not None:
+            apart = [0 if one is None else one.stride(0) for one in (u, history, place, keep)]
             draw_kernel[(N, pieces)](
-                x, temperature, top, best, sums, u, otherwise, history, place, token, p, *common,
-                0 if u is None else u.stride(0), *((0, 0) if history is None else (history.stride(0), place.stride(0))),
-                pieces, GIVEN=given, DRAWS=draws, KEEP=keep, BLOCK=BLOCK, PIECES=max(2, triton.next_power_of_2(pieces)),
+                x, temperature, top, best, sums, u, otherwise, history, place, token, keep, *common, *apart, pieces,
+                GIVEN=given, DRAWS=draws, BLOCK=BLOCK, PIECES=max(2, triton.next_power_of_2(pieces)),
                 **overlap(x.device))
-    return token, p
+    return token
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1266,7 +1273,7 @@ class Engine:
     def tokens(self, x, length, numbers, shares, how, into=None):
         """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
         u = None if how == "greedy" else uniform(numbers[:, 3:4], (length + numbers[:, 2])[:, None])[:, 0]      # (b,)
-        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how, into=into)[0]
+        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how, into=into)
 
     def how(self, requests):
         """To draw for these, the cheapest way that serves them all; see `draw`."""

@@ -33,6 +33,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
 from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
-                   trunk, uniform, whole)
+                   trunk, uniform, uniform_jit, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -65,61 +66,72 @@ def accept(p, q, drafts, generator=None):
     return gamma, int(invert(p[-1:], u[-1:]))
 
 
-def accept_rows(p, q, drafts, u, count):
-    """accept for many texts at once: p (B, gamma + 1, V), q (B, gamma, V), drafts (B, gamma), random numbers u
-    (B, gamma + 1) in [0, 1), and count (B,): how many of a row's drafts are drafts, the others aren't looked at, nor
-    is one whose q is no number. -> n_accepted (B,), next_token (B,), int64, -1 where p is no number."""
+def accept_rows(p, q, history, place, u, count):
+    """accept for many texts at once. Their drafts stand in history (B, m) from place (B,) on, and the token after those
+    that are kept is put there too, 0 for -1.
+
+    p (B, gamma + 1, V), of which the last count + 1 belong to a row's drafts and the token after them; q (B, gamma, V);
+    random numbers u (B, gamma + 1) in [0, 1); count (B,) int64: how many of a row's drafts are drafts, the others
+    aren't looked at, nor is one whose q is no number. -> n_accepted (B,), next_token (B,), int64, -1 where p is no
+    number."""
     if runs_kernels(p):
-        return accept_by_kernels(p.contiguous(), q.contiguous(), drafts.contiguous(), u, count)
-    (B, gamma), row = drafts.shape, torch.arange(len(drafts), device=p.device)
-    p_x, q_x = (x[:, :gamma].gather(2, drafts[..., None])[..., 0] for x in (p, q))       # (B, gamma)
+        return accept_by_kernels(p.contiguous(), q.contiguous(), history, place, u, count)
+    (B, gamma), row = q.shape[:2], torch.arange(len(q), device=p.device)
+    step, skipped = torch.arange(gamma, device=p.device), gamma - count
+    x = history.gather(1, place[:, None] + step)                             # (B, gamma)
+    p_x = p[row[:, None], (skipped[:, None] + step).clamp(max=gamma), x]     # (B, gamma)
+    q_x = q.gather(2, x[..., None])[..., 0]                                  # (B, gamma)
     count = torch.minimum(count, (q_x == q_x).long().cumprod(1).sum(1))
-    kept = (u[:, :-1] * q_x < p_x) & (torch.arange(gamma, device=p.device) < count[:, None])
+    kept = (u[:, :-1] * q_x < p_x) & (step < count[:, None])
     n = kept.long().cumprod(1).sum(1)                                        # (B,): until the first that isn't
-    p_n = residual = p[row, n]                                               # (B, V)
+    p_n = residual = p[row, skipped + n]                                     # (B, V)
     if gamma:
         there = (n < count)[:, None]                                         # else all were kept: nothing to take off
         residual = torch.where(there, p_n - q[row, n.clamp(max=gamma - 1)], p_n).clamp(min=0)
         residual = torch.where(residual.any(1, keepdim=True), residual, p_n)
-    return n, torch.where(residual.sum(1).isfinite(), invert(residual, u[:, -1]), -1)
+    token = torch.where(residual.sum(1).isfinite(), invert(residual, u[:, -1]), -1)
+    history.scatter_(1, (place + n)[:, None], token.clamp(min=0)[:, None])
+    return n, token
 
 
 @jit
-def accept_kernel(p_ptr, q_ptr, draft_ptr, u_ptr, count_ptr, n_ptr, else_ptr, rest_ptr, sum_ptr, V, gamma, u_row,
-                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many of a row's drafts are kept; and in this piece of the ids the weights by which the token after them is
-    drawn, and their sum."""
+def accept_kernel(p_ptr, q_ptr, history_ptr, place_ptr, u_ptr, count_ptr, n_ptr, to_ptr, else_ptr, rest_ptr, sum_ptr, V,
+                  gamma, history_row, place_row, u_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """How many of a row's drafts are kept, and where the token after them goes; in this piece of the ids the weights by
+    which it is drawn, and their sum."""
     follow(OVERLAP, "then")
     r, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    count, n, goes_on, x = tl.load(count_ptr + r), r * 0, r >= 0, r * 0
+    place, count, n, goes_on, x = tl.load(place_ptr + r * place_row), tl.load(count_ptr + r), r * 0, r >= 0, r * 0
+    drafts, first = history_ptr + r * history_row + place, r * (gamma + 1) + gamma - count      # first: of p's rows
     for j in range(gamma):
-        x = tl.load(draft_ptr + r * gamma + j)
-        p_x, q_x = tl.load(p_ptr + (r * (gamma + 1) + j) * V + x), tl.load(q_ptr + (r * gamma + j) * V + x)
+        x = tl.load(drafts + j)
+        p_x, q_x = tl.load(p_ptr + (first + tl.minimum(j, count)) * V + x), tl.load(q_ptr + (r * gamma + j) * V + x)
         count = tl.where(q_x == q_x, count, tl.minimum(count, j))
         goes_on &= (j < count) & (tl.load(u_ptr + r * u_row + j) * q_x < p_x)
         n += goes_on.to(tl.int64)
     at = i * BLOCK + tl.arange(0, BLOCK)
-    rest = tl.load(p_ptr + (r * (gamma + 1) + n) * V + at, mask=at < V, other=0.0)
+    rest = tl.load(p_ptr + (first + n) * V + at, mask=at < V, other=0.0)
     if n < count:
-        x = tl.load(draft_ptr + r * gamma + n)
+        x = tl.load(drafts + n)
         rest -= tl.load(q_ptr + (r * gamma + n) * V + at, mask=at < V, other=0.0)
         rest = tl.where(rest < 0, 0.0, rest)      # what is no number stays none, which a maximum would make 0
     tl.store(else_ptr + r, x)      # to keep if no weight is left: p = q, and rounding alone said no
     tl.store(rest_ptr + r * V + at, rest, mask=at < V)
     tl.store(sum_ptr + r * tl.num_programs(1) + i, tl.sum(rest.to(tl.float64), 0))
     tl.store(n_ptr + r, n)
+    tl.store(to_ptr + r, place + n)
 
 
-def accept_by_kernels(p, q, drafts, u, count):
+def accept_by_kernels(p, q, history, place, u, count):
     """accept_rows, in two kernels."""
-    (B, gamma), V = drafts.shape, p.size(2)
-    BLOCK = piece_of(V)
-    (n, otherwise), rest = drafts.new_empty(2, B), p.new_empty(B, V)
+    (B, gamma, V), BLOCK = q.shape, piece_of(q.size(2))
+    (n, to, otherwise), rest = history.new_empty(3, B), p.new_empty(B, V)
     sums = p.new_empty(B, triton.cdiv(V, BLOCK), dtype=torch.float64)
     with torch.cuda.device_of(p):
-        accept_kernel[(B, sums.size(1))](p, q, drafts, u, count, n, otherwise, rest, sums, V, gamma, u.stride(0),
-                                         BLOCK=BLOCK, **overlap(p.device))
-    return n, draw_by_kernels(rest, None, u[:, -1], "sorted", False, None, sums, otherwise)[0]
+        accept_kernel[(B, sums.size(1))](
+            p, q, history, place, u, count, n, to, otherwise, rest, sums, V, gamma, history.stride(0), place.stride(0),
+            u.stride(0), BLOCK=BLOCK, **overlap(p.device))
+    return n, draw_by_kernels(rest, None, u[:, -1], "sorted", None, (history, to), sums, otherwise)
 
 
 def tokens_a_call(alpha, gamma):
@@ -136,67 +148,55 @@ def speedup(alpha, gamma, c, check=1.0):
 # --------------------------------------------------------------------------------------------------------------
 # 2. Drafts
 #
-#     propose(engine, size, how, gamma, length, place, count) -> q (size, gamma, V), count (size,)
+#     propose(engine, size, how, gamma, now) -> q (size, gamma, V)
 #
-# for rows 0 .. size - 1 of the engine, whose texts have length (size,) tokens: up to count (size,) drafts each, put
-# into the engine's history from place (size,) on, what they were drawn from, and how many there are.
+# for rows 0 .. size - 1 of the engine: puts drafts into its history where the Round `now` says, and gives what they
+# were drawn from. Who has fewer than now.count lessens that, and with it the tokens that the target's call sees.
+
+class Round(NamedTuple):
+    """What a round goes by, for each row. Of gamma + 1 columns one is for each draft, the last for the target."""
+    count: torch.Tensor      # (size,) int64: drafts that there is room for, 0 .. gamma
+    total: torch.Tensor      # (size, gamma + 1) int64: tokens of the context that a call sees; in the first its length
+    low: torch.Tensor        # likewise: the first of their places whose keys and values it writes
+    place: torch.Tensor      # likewise: where in the history a draft goes; the last: what is drawn if all are kept
+    guess: torch.Tensor      # (size, gamma + 1), as `uniform`: random numbers to draw drafts by; the last: idle
+    test: torch.Tensor       # likewise: to test drafts by; the last: to draw the token after them
+
 
 class Drafts:
     """What the engine asks of either kind, beside `propose`; here that of one which keeps nothing."""
 
-    caches, state = (), ()                   # pages, and tensors by row, that a step of decoding changes
+    caches = ()                              # pages
     limit = sys.maxsize                      # of a context's tokens
-
-    def begin(self, rows):
-        """The rows' (int64 tensor) texts are computed but for their newest token."""
 
     def forward(self, ids, pos, layout):
         """Tokens of prompts at pos (N,), as Engine.forward."""
-
-    def end(self, size, runs, all_kept):
-        """A round of the rows that run is through."""
 
 
 class Model(Drafts):
     """Drafts by a smaller model. Its keys and values lie in pages of their own, at the target's places: one block table
     serves both.
 
-    After gamma drafts it has computed all of them but the last. Were all kept, that entry is missing: `behind`. So its
-    first call takes two tokens, of which the earlier one's keys and values are written only if they are missing."""
+    After gamma drafts it has computed all of them but the last. Were all kept, that entry is missing: the engine's
+    `behind`. So its first call takes two tokens, of which the earlier one's keys and values are written only then."""
 
     def __init__(self, model, engine):
         self.model, self.pages, self.limit = model, engine.cache(model), model.config.block_size
-        self.shorter = self.limit < engine.limit
-        self.behind = torch.zeros(len(engine.table), dtype=torch.int64, device=engine.device)      # 1 or 0
-        self.caches, self.state = (self.pages,), (self.behind,)
-
-    def begin(self, rows):
-        self.behind[rows] = 0
+        self.caches = (self.pages,)
 
     def forward(self, ids, pos, layout):
         self.pages.layout = layout
-        pos = pos.clamp(max=self.limit - 1) if self.shorter else pos
         return trunk(self.model, ids, pos, self.pages)                       # (N, C)
 
-    def end(self, size, runs, all_kept):
-        self.behind[:size] = torch.where(runs > 0, all_kept.long(), self.behind[:size])
-
-    def propose(self, engine, size, how, gamma, length, place, count):
-        if self.shorter:
-            count = torch.minimum(count, (self.limit - length).clamp(min=0))
+    def propose(self, engine, size, how, gamma, now):
         _, numbers, shares = (x[:size] for x in engine.on_device)
-        step, q = engine.steps[:gamma], []
-        u = None if how == "greedy" else uniform(numbers[:, 3:4] + DRAFTS, (length + numbers[:, 2])[:, None] + step)
-        places, low = place[:, None] + step, (length - 1)[:, None] + step    # (size, gamma)
-        total = length[:, None] + torch.minimum(count[:, None], step)        # past a row's count nothing is written,
-        for j in range(gamma):                                               # and nothing of it is looked at
-            ids, pos, layout = engine.layout(length, 2, low[:, 0] - self.behind[:size]) if j == 0 else (
-                engine.layout(total[:, j], 1, low[:, j]))
-            x = self.forward(ids, pos, layout).view(size, -1, self.model.config.n_embd)[:, -1]      # (size, C)
-            _, p = draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None if u is None else u[:, j],
-                        how, keep=True, into=(engine.history[:size], places[:, j]))
-            q.append(p)                                                      # (size, V)
-        return torch.stack(q, 1), count
+        q = shares.new_empty(size, gamma, engine.vocab)
+        for j in range(gamma):      # past a row's count nothing is written, and nothing of it is looked at
+            x = self.forward(*engine.layout(now.total[:, j], 2 if j == 0 else 1, now.low[:, j]))
+            x = x.view(size, -1, self.model.config.n_embd)[:, -1]            # (size, C), of the newest token
+            draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], now.guess[:, j], how, keep=q[:, j],
+                 into=(engine.history[:size], now.place[:, j]))
+        return q
 
 
 class Lookup(Drafts):
@@ -206,8 +206,8 @@ class Lookup(Drafts):
     def __init__(self, longest=8):
         self.longest = longest
 
-    def propose(self, engine, size, how, gamma, length, place, count):
-        history, n, device = engine.history[:size], self.longest, engine.device
+    def propose(self, engine, size, how, gamma, now):
+        history, n, device, length = engine.history[:size], self.longest, engine.device, now.total[:, 0]
         index = torch.arange(history.size(1), device=device)
         windows = F.pad(history, (n - 1, 0), value=-1).unfold(1, n, 1)       # (size, limit, n): what ends at each place
         ends = (length - 1).clamp(min=0)[:, None]                            # (size, 1)
@@ -220,8 +220,10 @@ class Lookup(Drafts):
         period = (ends - best).clamp(min=1)                                  # from there the text is its own draft
         step = engine.steps[:gamma]
         drafts = history.gather(1, best + 1 + step % period)                 # (size, gamma)
-        history.scatter_(1, place[:, None] + step, drafts)
-        return F.one_hot(drafts, engine.vocab).float(), torch.where(found > 0, count, 0)
+        history.scatter_(1, now.place[:, :gamma], drafts)
+        none = torch.where(found > 0, 0, now.count)                          # (size,): what isn't drafted after all
+        now.count.sub_(none), now.total[:, gamma].sub_(none)
+        return F.one_hot(drafts, engine.vocab).float()
 
 
 # streams of random numbers beside the one that the target draws from; a place in the text is drafted, tested and drawn
@@ -237,6 +239,9 @@ DRAFTS, TESTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 # have been computed before and aren't written again. What was rejected is left where it is, past the context's length,
 # and overwritten: truncation is a smaller number. How many tokens a round gave is known on the device, which begins the
 # next from it; the host learns it one round later, and until then reckons with all.
+#
+# What a round goes by are a few numbers a row. One kernel makes them all at its begin, and one puts down what came of
+# it at its end: the operators of torch's that it would take instead let no kernel overlap with the next.
 
 def check_pair(target, its, path, draft, theirs, draft_path):
     """UserError unless target and draft, GPTs, have the same tokens, by their Tokenizers `its` and `theirs`."""
@@ -248,6 +253,42 @@ def check_pair(target, its, path, draft, theirs, draft_path):
     if not same or kinds == {"gpt2"} and its.pairs.get_vocab() != theirs.pairs.get_vocab():
         raise UserError(f"the draft {draft_path} ({theirs.file or theirs.kind}) and the model {path} "
                         f"({its.file or its.kind}) read text differently: they must have the same tokens")
+
+
+@jit
+def begin_kernel(numbers_ptr, length_ptr, behind_ptr, count_ptr, total_ptr, low_ptr, place_ptr, guess_ptr, test_ptr,
+                 gamma, limit, nowhere, numbers_row, DRAFTS: tl.constexpr, TESTS: tl.constexpr, BLOCK: tl.constexpr,
+                 OVERLAP: tl.constexpr):
+    """Speculator.begin_round, a row a program."""
+    follow(OVERLAP, "then")
+    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, to, real = numbers_ptr + r * numbers_row, r * (gamma + 1) + j, j <= gamma
+    runs, cap, offset, seed = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    length, after = tl.load(length_ptr + r) * runs, tl.where(j < gamma, j, 0)
+    count = tl.minimum(tl.maximum(tl.minimum(cap, limit) - length, 0), gamma) * runs
+    tl.store(count_ptr + r, count)
+    tl.store(total_ptr + to, length + tl.minimum(count, j), mask=real)
+    tl.store(low_ptr + to, length - 1 + after - tl.where(j == 0, tl.load(behind_ptr + r), 0), mask=real)
+    tl.store(place_ptr + to, tl.where(runs > 0, length, nowhere) + j, mask=real)
+    n = length + offset + after
+    tl.store(guess_ptr + to, uniform_jit(seed + DRAFTS, n), mask=real)
+    tl.store(test_ptr + to, uniform_jit(tl.where(j < gamma, seed + TESTS, seed), n), mask=real)
+
+
+@jit
+def end_kernel(numbers_ptr, length_ptr, behind_ptr, history_ptr, place_ptr, count_ptr, n_ptr, token_ptr, out_ptr, gamma,
+               numbers_row, history_row, DROPPED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Speculator.end_round, a row a program."""
+    follow(OVERLAP, "then")
+    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    runs, n, token = tl.load(numbers_ptr + r * numbers_row), tl.load(n_ptr + r), tl.load(token_ptr + r)
+    text = history_ptr + r * history_row + tl.load(place_ptr + r * (gamma + 1))
+    out = tl.where(j <= n, tl.load(text + j, mask=j <= n, other=0), DROPPED)
+    out = tl.where(j > gamma, tl.load(count_ptr + r), tl.where(token < 0, -1, out))
+    tl.store(out_ptr + r * (gamma + 2) + j, out, mask=j < gamma + 2)
+    tl.store(length_ptr + r, tl.load(length_ptr + r) + (n + 1) * runs)
+    if runs > 0:
+        tl.store(behind_ptr + r, (n == gamma).to(tl.int64))
 
 
 class Speculator(Engine):
@@ -270,6 +311,7 @@ class Speculator(Engine):
         self.gamma = min(4, self.ahead) if self.auto else gamma
         super().__init__(model, num_blocks, *args, **kwargs)
         self.draft = Lookup() if draft is None else Model(draft, self)
+        self.behind = torch.zeros_like(self.length)      # 1 where a row's last round kept gamma drafts, else 0
         self.steps = torch.arange(self.ahead + 1, device=self.device)
         self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, measuring=0.0)
         self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)             # of steps that only decode
@@ -279,7 +321,7 @@ class Speculator(Engine):
         return [*super().caches(), *self.draft.caches]
 
     def state(self):
-        return [*super().state(), *self.draft.state]
+        return [*super().state(), self.behind]
 
     def add(self, *args, **kwargs):
         """As Engine.add; a Request's `wrote` says of each token who wrote it: "draft" (and the target kept it),
@@ -311,8 +353,7 @@ class Speculator(Engine):
     def seat(self, r, blocks, computed):
         super().seat(r, blocks, computed)
         row, text = self.upload([r.row], r.text[r.start:])
-        self.history[row[0], :len(text)], self.length[row] = text, len(text)
-        self.draft.begin(row)
+        self.history[row[0], :len(text)], self.length[row], self.behind[row] = text, len(text), 0
 
     def prefill(self, ids, pos, layout):
         self.draft.forward(ids, pos, layout)
@@ -383,39 +424,62 @@ class Speculator(Engine):
 
     # ---- on the device
 
+    def begin_round(self, size, gamma):
+        """-> Round, of rows 0 .. size - 1."""
+        numbers, limit = self.on_device[1][:size], min(self.limit, self.draft.limit)
+        if runs_kernels(numbers):
+            count, (total, low, place) = numbers.new_empty(size), numbers.new_empty(3, size, gamma + 1)
+            guess, test = numbers.new_empty(2, size, gamma + 1, dtype=torch.float64)
+            now = Round(count, total, low, place, guess, test)
+            with torch.cuda.device_of(numbers):
+                begin_kernel[(size,)](
+                    numbers, self.length, self.behind, *now, gamma, limit, self.limit + self.ahead + 1,
+                    numbers.stride(0), DRAFTS=DRAFTS, TESTS=TESTS, BLOCK=triton.next_power_of_2(gamma + 1), num_warps=1,
+                    **overlap(self.device))
+            return now
+        (runs, cap, offset, seed, _), (length, place) = numbers.unbind(1), self.places(size)
+        count = (cap.clamp(max=limit) - length).clamp(0, gamma) * runs
+        step = self.steps[:gamma + 1]                                        # (gamma + 1,)
+        after = torch.where(step < gamma, step, 0)      # tokens after the newest with which a column's work begins
+        low = (length - 1)[:, None] + after - torch.where(step == 0, self.behind[:size, None], 0)
+        n, seed = (length + offset)[:, None] + after, seed[:, None]
+        return Round(count, length[:, None] + torch.minimum(count[:, None], step), low, place[:, None] + step,
+                     uniform(seed + DRAFTS, n), uniform(torch.where(step < gamma, seed + TESTS, seed), n))
+
+    def end_round(self, size, gamma, now, n, token):
+        """Takes in that n (size,) drafts were kept, and token (size,) after them. -> (size, gamma + 2), tokens, DROPPED
+        where none was kept, all -1 where the token is, and the number of drafts."""
+        numbers = self.on_device[1][:size]
+        if runs_kernels(numbers):
+            out = numbers.new_empty(size, gamma + 2)
+            with torch.cuda.device_of(numbers):
+                end_kernel[(size,)](
+                    numbers, self.length, self.behind, self.history, now.place, now.count, n, token, out, gamma,
+                    numbers.stride(0), self.history.stride(0), DROPPED=DROPPED,
+                    BLOCK=triton.next_power_of_2(gamma + 2), num_warps=1, **overlap(self.device))
+            return out
+        runs = numbers[:, 0]
+        out = torch.where(self.steps[:gamma + 1] <= n[:, None], self.history[:size].gather(1, now.place), DROPPED)
+        out = torch.where(token[:, None] < 0, -1, out)                       # (size, gamma + 1)
+        self.length[:size] += (n + 1) * runs
+        self.behind[:size] = torch.where(runs > 0, (n == gamma).long(), self.behind[:size])
+        return torch.cat([out, now.count[:, None]], 1)
+
     def propose(self, size, how, gamma):
-        """Puts drafts for rows 0 .. size - 1 into the history, as many as there is room for. -> what they were drawn
-        from, q (size, gamma, V), and how many there are, count (size,)."""
-        runs, cap = self.on_device[1][:size, :2].unbind(1)
-        length, place = self.places(size)
-        return self.draft.propose(self, size, how, gamma, length, place, (cap - length).clamp(0, gamma) * runs)
+        """The drafts of a round alone."""
+        return self.draft.propose(self, size, how, gamma, self.begin_round(size, gamma))
 
     def decode_rows(self, size, how, gamma):
-        """A round for rows 0 .. size - 1: (size, gamma + 2), tokens, DROPPED where none was kept, and the number of
-        drafts."""
+        """A round for rows 0 .. size - 1, as end_round gives it."""
         _, numbers, shares = (x[:size] for x in self.on_device)
-        history, runs, step = self.history[:size], numbers[:, 0], self.steps[:gamma + 1]
-        length, place = self.places(size)
-        q, count = shares.new_zeros(size, 0, self.vocab), length * 0
-        if gamma:
-            q, count = self.propose(size, how, gamma)                        # (size, gamma, V), (size,)
-        ids, pos, layout = self.layout(length + count, gamma + 1, length - 1)      # the last draft comes last
-        x = self.forward(ids, pos, layout).view(size, gamma + 1, -1)
-        first = ((gamma - count)[:, None] + step).clamp(max=gamma)           # (size, gamma + 1): the newest token first
-        x = x.gather(1, first[..., None].expand_as(x)).flatten(0, 1)         # (size (gamma + 1), C)
-        logits = head(self.model, x)
-        _, p = draw(logits, shares[:, 0], numbers[:, 4], shares[:, 1], None, how, keep=True)
-        u = uniform(numbers[:, 3:4] + torch.where(step < gamma, TESTS, 0),
-                    (length + numbers[:, 2])[:, None] + step % max(1, gamma))       # (size, gamma + 1)
-        new = length[:, None] + step                                         # (size, gamma + 1), their places
-        n, token = accept_rows(p.view(size, gamma + 1, -1), q, history.gather(1, new[:, :-1]), u, count)
-        history.scatter_(1, (place + n)[:, None], token.clamp(min=0)[:, None])
-        out = torch.where(step <= n[:, None], history.gather(1, new), DROPPED)
-        out = torch.cat([torch.where(token[:, None] < 0, -1, out), count[:, None]], 1)
-        self.length[:size] += (n + 1) * runs
-        if gamma:
-            self.draft.end(size, runs, n == gamma)
-        return out
+        now = self.begin_round(size, gamma)
+        q = self.draft.propose(self, size, how, gamma, now)                  # (size, gamma, V)
+        x = self.forward(*self.layout(now.total[:, gamma], gamma + 1, now.low[:, gamma]))      # (size (gamma + 1), C)
+        p = shares.new_empty(len(x), self.vocab)                             # (size (gamma + 1), V)
+        draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None, how, keep=p)
+        p = p.view(size, gamma + 1, -1)      # the last draft's is the last but one, as accept_rows asks
+        n, token = accept_rows(p, q, self.history[:size], now.place[:, 0], now.test, now.count)
+        return self.end_round(size, gamma, now, n, token)
 
 
 def figures(engine):
@@ -461,11 +525,11 @@ def show_acceptance(n=100_000, V=50, gamma=4):
     logits, noise = torch.randn(2, V, generator=g)
     for name, amount in (("as the target", 0.0), ("near", 0.5), ("far", 2.0)):
         p, q = (2 * logits).softmax(0), (2 * logits + amount * noise).softmax(0)
-        drafts = torch.multinomial(q, n * gamma, replacement=True, generator=g).view(n, gamma)
-        kept, after = accept_rows(p.expand(n, gamma + 1, V), q.expand(n, gamma, V), drafts,
-                                  torch.rand(n, gamma + 1, generator=g).double(), torch.full((n,), gamma))
+        text = torch.multinomial(q, n * (gamma + 1), replacement=True, generator=g).view(n, gamma + 1)
+        kept, _ = accept_rows(p.expand(n, gamma + 1, V), q.expand(n, gamma, V), text, torch.zeros(n, dtype=torch.int64),
+                              torch.rand(n, gamma + 1, generator=g).double(), torch.full((n,), gamma))
         alpha = float(torch.minimum(p, q).sum())
-        first = torch.bincount(torch.where(kept > 0, drafts[:, 0], after), minlength=V) / n
+        first = torch.bincount(text[:, 0], minlength=V) / n      # a draft, or the token in its place
         tested = (kept + 1).clamp(max=gamma).sum()
         print(f"   {name:16}{alpha:22.3f}{kept.sum() / tested:10.3f}{tokens_a_call(alpha, gamma):15.3f}"
               f"{kept.float().mean() + 1:10.3f}{((first - p).abs() / (p / n).sqrt()).max():43.1f}")

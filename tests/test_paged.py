@@ -12,7 +12,7 @@ from conftest import DEVICE
 import flash
 import paged
 from model import GPT, GPTConfig, LayerNorm, UserError, distribution, gelu
-from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, invert, linear,
+from paged import (BlockPool, ContiguousCache, ContiguousPool, Engine, contiguous_waste, draw, embed, invert, linear,
                    paged_attention, paged_attention_reference, trunk, uniform)
 
 LIMIT = 40      # the model's block_size
@@ -223,7 +223,7 @@ def test_tokens_are_drawn_from_their_distribution():
     step = torch.arange(n, device=DEVICE)
     for row in range(4):
         each = [x[row].expand(n, *x[row].shape) for x in (logits, t, k, p)]
-        tokens = draw(*each, torch.rand(n, dtype=torch.float64, device=DEVICE), "sorted")[0].cpu()
+        tokens = draw(*each, torch.rand(n, dtype=torch.float64, device=DEVICE), "sorted").cpu()
         seen, expected = torch.bincount(tokens, minlength=8), want[row].cpu() * n
         there = expected > 0
         assert seen[~there].sum() == 0
@@ -302,8 +302,9 @@ def test_kernels_draw_as_torch(how, V, per, kernels, monkeypatch):
     settings = t, torch.randint(1, V + 1, (b,), device=DEVICE), torch.rand(b, device=DEVICE) + 0.1
     u = torch.rand(b * per, dtype=torch.float64, device=DEVICE)
     u[0], u[4] = 0, 1 - 2 ** -53
-    token, p = draw(logits, *settings, u, how, keep=True)
-    want, want_p = without(monkeypatch, draw, logits, *settings, u, how, keep=True)
+    buffers = torch.full((3, b * per, V + 1), 7.0, device=DEVICE)
+    p, want_p, again = buffers[..., :V]                                      # rows apart
+    token, want = draw(logits, *settings, u, how, p), without(monkeypatch, draw, logits, *settings, u, how, want_p)
     real = torch.arange(b * per, device=DEVICE) % (b * per) != 2
     real[3] = False
     assert (token[~real] == -1).all() and (want[~real] == -1).all()
@@ -313,7 +314,9 @@ def test_kernels_draw_as_torch(how, V, per, kernels, monkeypatch):
         at, mass = (x[real].gather(1, found[real, None])[:, 0] for x in (cdf, want_p))
         assert (mass > 0).all() and (at > u[real] - 2e-6).all() and (at - mass < u[real] + 2e-6).all() or how == "greedy"
     assert (token == want)[real].float().mean() > 0.7 and (how != "greedy" or torch.equal(token[real], want[real]))
-    assert torch.equal(token, draw(logits, *settings, u, how)[0]) and torch.equal(draw(logits, *settings, None, how, True)[1][real], p[real])
+    assert torch.equal(token, draw(logits, *settings, u, how))
+    assert (draw(logits, *settings, None, how, again) is None) == (how != "greedy")
+    assert torch.equal(again[real], p[real]) and (buffers[..., V] == 7).all()
 
 
 @needs_triton
@@ -375,6 +378,8 @@ def test_the_trunk_is_the_models(bias, experts, N, kernels):
     with torch.no_grad():
         got = model.ln_f(trunk(model, idx, pos, lambda layer, q, k, v: flash.torch_attention(q, k, v)))
         assert (got - model.trunk(idx[None])[0]).abs().max() < 2e-5 * got.abs().max()
+        past = embed(model, idx, pos + LIMIT - 1)                            # places after the last are the last
+        assert torch.equal(past, model.wte.weight[idx] + model.wpe.weight[LIMIT - 1])
 
 
 # ---- the engine -------------------------------------------------------------------------------------------------

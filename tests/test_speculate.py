@@ -3,18 +3,23 @@
 import copy
 import math
 import random
+import sys
 
 import pytest
 import torch
 from conftest import DEVICE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash
+import paged
+import speculate
 from model import GPT, GPTConfig, UserError, distribution
 from paged import ContiguousCache, Engine, invert
-from speculate import (Lookup, Speculator, accept, accept_rows, divergences, figures, sentence, speedup,
+from speculate import (DROPPED, Lookup, Round, Speculator, accept, accept_rows, divergences, figures, sentence, speedup,
                        tokens_a_call)
 
 LIMIT = 40      # the target's block_size
+needs_triton = pytest.mark.skipif(flash.triton is None, reason="needs Triton")
 EACH = [dict(temperature=t, **more) for t in (0.5, 1.0, 2.0) for more in ({}, dict(top_k=3), dict(top_p=0.7))]
 
 
@@ -41,6 +46,21 @@ def target():
 @pytest.fixture(autouse=True)
 def rng(seed):
     random.seed(seed)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The Triton kernels, by the interpreter where there is no GPU."""
+    monkeypatch.setattr(flash, "INTERPRETED", DEVICE == "cpu")
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def without(monkeypatch, f, *args):
+    """f by torch, as on a CPU."""
+    with monkeypatch.context() as m:
+        m.setattr(flash, "triton", None)
+        return f(*args)
 
 
 def drafts_of(target):
@@ -84,12 +104,14 @@ def drawn(p, q, n, count=None):
     (n, gamma + 1); and how many drafts were kept (n,)."""
     gamma, V = q.shape
     drafts = torch.multinomial(q, n, replacement=True).T                     # (n, gamma)
-    count = torch.full((n,), gamma) if count is None else count
-    kept, after = accept_rows(p.expand(n, -1, -1), q.expand(n, -1, -1), drafts, torch.rand(n, gamma + 1).double(), count)
-    text = torch.multinomial(p, n, replacement=True).T                       # (n, gamma + 1)
-    step = torch.arange(gamma + 1)
-    text[:, :-1] = torch.where(step[:-1] < kept[:, None], drafts, text[:, :-1])
-    return torch.where(step == kept[:, None], after[:, None], text), kept
+    count, step = torch.full((n,), gamma) if count is None else count, torch.arange(gamma + 1)
+    place = torch.randint(0, 3, (n,))
+    history = torch.zeros(n, gamma + 3, dtype=torch.int64).scatter_(1, place[:, None] + step[:-1], drafts)
+    mine = (step - gamma + count[:, None]).clamp(min=0)                      # (n, gamma + 1): the last count + 1 of p
+    kept, after = accept_rows(p[mine], q.expand(n, -1, -1), history, place, torch.rand(n, gamma + 1).double(), count)
+    written = history.gather(1, place[:, None] + step)                       # (n, gamma + 1)
+    assert torch.equal(written.gather(1, kept[:, None])[:, 0], after)
+    return torch.where(step <= kept[:, None], written, torch.multinomial(p, n, replacement=True).T), kept
 
 
 def tables(gamma, V=8, **options):
@@ -131,37 +153,42 @@ def test_many_rows_are_each_as_one(V):
         want = accept(p, q, drafts, torch.Generator(DEVICE).manual_seed(seed))
         others = torch.softmax(torch.randn(2, gamma + 1, V, device=DEVICE), -1)
         rows = [torch.stack([a, b, c]) for a, b, c in ((others[0], p, others[1]), (others[0, 1:], q, others[1, 1:]))]
-        n, token = accept_rows(*rows, drafts.expand(3, -1), u.expand(3, -1), torch.full((3,), gamma, device=DEVICE))
+        history, full = torch.cat([drafts, drafts[:1]]).repeat(3, 1), torch.full((3,), gamma, device=DEVICE)
+        n, token = accept_rows(*rows, history, full * 0, u.expand(3, -1), full)
         assert (int(n[1]), int(token[1])) == want
-        n, token = accept_rows(*rows, drafts.expand(3, -1), u.expand(3, -1), torch.zeros(3, device=DEVICE))
-        assert int(n[1]) == 0 and int(token[1]) == int(invert(p[:1], u[-1:]))
+        assert history[1, :want[0] + 1].tolist() == [*drafts[:want[0]].tolist(), want[1]]
+        n, token = accept_rows(*rows, history, full * 0, u.expand(3, -1), full * 0)
+        assert int(n[1]) == 0 and int(token[1]) == int(invert(p[-1:], u[-1:])) == int(history[1, 0])
 
 
-@pytest.mark.skipif(flash.triton is None, reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("V", [8, 3000])
 @pytest.mark.parametrize("gamma", [0, 1, 5])
-def test_kernels_accept_as_torch(gamma, V, monkeypatch):
+def test_kernels_accept_as_torch(gamma, V, monkeypatch, kernels):
     B = 12
     p, q = (torch.randn(B, n, V).mul(2).softmax(-1) for n in (gamma + 1, gamma))
     q[:4], count = p[:4, :-1], torch.randint(0, gamma + 1, (B,))
+    count[:4], step, place = gamma, torch.arange(gamma), torch.randint(0, 9, (B,))
     drafts = torch.multinomial(q.view(-1, V), 1).view(B, gamma) if gamma else torch.zeros(B, 0, dtype=torch.int64)
+    history = torch.randint(0, V, (B, gamma + 12)).scatter_(1, place[:, None] + step, drafts)
     u = torch.rand(B, gamma + 1).double()
     u[:4, 0], u[4:6, -1] = 1 - 2 ** -53, 0.0
     if gamma:      # a draft that is dropped, and no weight left to any other
         p[0, 0] = q[0, 0] * (1 - 1e-6)
-        count[0], u[0, 0] = gamma, 1 - 1e-9
+        u[0, 0] = 1 - 1e-9
         q[11, random.randrange(gamma)] = math.nan                            # from there on there are no drafts
     p[10, random.randrange(gamma + 1):] = math.nan
-    args = [x.to(DEVICE) for x in (p, q, drafts, u, count)]
-    want = accept_rows(*(x.cpu() for x in args))
-    if DEVICE == "cpu":
-        monkeypatch.setattr(flash, "INTERPRETED", True)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args, written = [x.to(DEVICE, copy=True) for x in (p, q, history, place, u, count)], history.clone()
+    want = without(monkeypatch, accept_rows, p, q, written, place, u, count)
+    args[3] = torch.stack([args[3], args[3]], 1)[:, 0]                       # places that don't follow each other
     n, token = (x.cpu() for x in accept_rows(*args))
     assert torch.equal(n, want[0])
     if gamma:
         assert n[0] == 0 and token[0] == drafts[0, 0]
     assert torch.equal(token[1:], want[1][1:]) and (token[[*range(10), 11]] >= 0).all()
+    assert torch.equal(args[2][1:].cpu(), written[1:])
+    history[range(B), place + n] = token.clamp(min=0)
+    assert torch.equal(args[2].cpu(), history)
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
@@ -172,6 +199,111 @@ def test_tokens_a_call_are_as_predicted(gamma):
     assert abs((kept + 1.0).mean() - tokens_a_call(alpha, gamma)) < 5 * (kept + 1.0).std() / 200_000 ** 0.5
     assert abs(speedup(alpha, gamma, 0.1) - tokens_a_call(alpha, gamma) / (1 + 0.1 * gamma)) < 1e-12
     assert abs(tokens_a_call(0.8, 4) - (1 - 0.8 ** 5) / 0.2) < 1e-12 and tokens_a_call(1.0, 4) == 5
+
+
+# ---- a round ----------------------------------------------------------------------------------------------------
+
+def shaken(target, draft, gamma, rows=13):
+    """A Speculator whose rows are anywhere, a third of them without a request: near the end of a text, of a context, or
+    of the draft's and past it."""
+    engine = Speculator(target, 100, 3, rows, draft=draft, gamma=max(1, gamma))
+    lengths = random.choices([1, 9, LIMIT // 2 - 1, LIMIT // 2, LIMIT - 2, LIMIT], k=rows)
+    engine.length.copy_(torch.tensor(lengths)), engine.behind.copy_(torch.randint(0, 2, (rows,)))
+    engine.history.copy_(torch.randint(0, 65, engine.history.shape))
+    engine.on_device[1].copy_(torch.tensor([
+        [random.random() < 0.67, min(LIMIT, n + random.choice([0, 1, 3, 20])), random.randrange(-n, 1000),
+         random.randrange(-2 ** 63, 2 ** 63), 65] for n in lengths]))
+    return engine
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [1, 12])
+@pytest.mark.parametrize("gamma", range(9))
+def test_kernels_begin_and_end_a_round_as_torch(target, gamma, size, monkeypatch, kernels):
+    for draft in (target, random_model(1, block_size=LIMIT // 2), None):
+        engine = shaken(target, draft, gamma)
+        now, want = engine.begin_round(size, gamma), without(monkeypatch, engine.begin_round, size, gamma)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(now, want))
+        limit = min(LIMIT, draft.config.block_size) if draft else LIMIT
+        for r, (runs, cap, *_) in enumerate(engine.on_device[1][:size].tolist()):
+            assert now.count[r] == runs * max(0, min(gamma, min(cap, limit) - int(engine.length[r])))
+        n = (torch.rand(size, device=DEVICE) * (now.count + 1)).long()
+        token = torch.randint(0, 65, (size,), device=DEVICE).where(torch.rand(size, device=DEVICE) < 0.7, -1)
+        (length, history, behind), restore = [x.tolist() for x in engine.state()], engine.keep()
+        out = without(monkeypatch, engine.end_round, size, gamma, now, n, token)
+        want = [out, *[x.clone() for x in engine.state()]]
+        restore()
+        got = [engine.end_round(size, gamma, now, n, token), *engine.state()]
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        for r, (kept, last, runs) in enumerate(zip(n.tolist(), token.tolist(), engine.on_device[1][:, 0].tolist())):
+            place = length[r] if runs else LIMIT + engine.ahead + 1
+            text = history[r][place:place + kept + 1] + [DROPPED] * (gamma - kept) if last >= 0 else [-1] * (gamma + 1)
+            assert got[0][r].tolist() == text + [int(now.count[r])]
+            assert got[1][r] == length[r] + (kept + 1) * runs and got[3][r] == ((kept == gamma) if runs else behind[r])
+
+
+class Operators(TorchDispatchMode):
+    """What torch runs outside of the kernels, but for views and room for answers: they run nothing on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        frame, out, name = sys._getframe(), f(*args, **(kwargs or {})), f.__name__.split(".")[0]
+        while frame and not frame.f_code.co_filename.startswith(flash.triton.__path__[0]):
+            frame = frame.f_back
+        places = [x.untyped_storage().data_ptr() for x in (*args, out) if isinstance(x, torch.Tensor)]
+        view = name == "unbind" or places[-1] in places[:-1] and not name.endswith("_")
+        if not frame and not view and "empty" not in name:
+            self.seen.append(name)
+        return out
+
+
+@pytest.mark.skipif(flash.triton is None or not paged.recent(), reason="needs Triton 3.5, for products of a few rows")
+@pytest.mark.parametrize("limit,gamma,how", [(LIMIT, 3, "greedy"), (LIMIT // 4, 3, "warm"), (LIMIT // 4, 0, "plain")])
+def test_a_round_is_kernels_alone(target, limit, gamma, how, kernels):
+    model, draft = copy.deepcopy(target).half(), random_model(1, block_size=limit).half()
+    engine = Speculator(model, 20, 4, 1, draft=draft, gamma=3)
+    engine.on_device[1][0, :2] = torch.tensor([1, 30])
+    with torch.inference_mode():
+        engine.decode_rows(1, how, gamma)      # some tables are made once
+        with Operators() as operators:
+            engine.decode_rows(1, how, gamma)
+    assert operators.seen == []
+
+
+@needs_triton
+def test_a_text_by_kernels_in_16_bits(kernels):
+    """All of them together, on a text that begins anew where its context ends."""
+    model, prompt, texts = random_model(1, C=16).half(), ids(LIMIT - 4), []
+    for engine in (Engine(model, 20, 4, 1), Speculator(model, 20, 4, 1, draft=model, gamma=3)):
+        texts.append(engine.add(prompt, 9, 0.0))
+        drain(engine)
+    assert all(gap <= 6 * step for _, gap, step in divergences(model, texts[:1], texts[1:]))
+    assert len(texts[1].tokens) == 9 and {"draft", "target"} <= set(texts[1].wrote)
+
+
+@needs_triton
+@pytest.mark.parametrize("draft", [0.3, LIMIT // 4, None])
+def test_kernels_write_torchs_texts(draft, monkeypatch, kernels):
+    """Forks, preemption, rows that don't run, contexts that end; of models that look at a token and its place alone,
+    with which the interpreter is done soon."""
+    for module in (paged, speculate):
+        monkeypatch.setattr(module, "trunk", lambda model, idx, pos, attend: paged.embed(model, idx, pos))
+    target = random_model(1, V=8, C=16)
+    who = draft and (noisy(target, draft) if draft < 1 else random_model(1, block_size=draft, V=8, C=16))
+    gamma, blocks = random.choice([1, 2, 3, 4, "auto"]), random.choice([10, 14, 60])
+    asked = [(ids(random.choice([1, 5, 9, LIMIT - 3, LIMIT + 1]), 8), random.choice([1, 2, 7, 20]), how)
+             for how in random.sample([*EACH, *[dict(temperature=0.0)] * 4], 4)]
+
+    def written():
+        engine = Speculator(target, blocks, 4, 5, 16, draft=who, gamma=gamma, graph=False)
+        engine.costs = dict.fromkeys(range(9), (1.0, 0.05, 0.0))
+        texts = [one for prompt, n, how in asked for one in engine.add(prompt, n, seed=n, n=1 + n // 7, **how).samples]
+        drain(engine)
+        return [(r.tokens, r.wrote) for r in texts], {k: v for k, v in engine.stats.items() if type(v) is int}
+    assert written() == without(monkeypatch, written)
 
 
 # ---- whole texts ------------------------------------------------------------------------------------------------
@@ -317,8 +449,10 @@ def test_what_was_before_is_looked_up():
         engine.history[0, :len(text)] = torch.tensor(text)
         full = torch.full((1,), 5, device=DEVICE)
         length = full * 0 + len(text)
-        q, count = Lookup().propose(engine, 1, "plain", 5, length, length, full)
-        assert count.item() == (5 if want else 0)
+        columns = torch.arange(6, device=DEVICE)
+        now = Round(full.clone(), length + columns[None], None, length + columns[None], None, None)
+        q = Lookup().propose(engine, 1, "plain", 5, now)
+        assert now.count.item() == (5 if want else 0) == now.total[0, 5] - len(text)
         drafts = engine.history[0, len(text):len(text) + 5].tolist()
         assert want is None or drafts == want and (q[0, torch.arange(5), want] == 1).all()
 
@@ -394,18 +528,18 @@ def test_measuring_changes_nothing(target, lag):
 
 
 def test_where_the_draft_cannot_follow_none_is_asked(target, monkeypatch):
-    """Past the draft's positions a round is plain decoding; a new context begins with drafts again."""
+    """Past the draft's positions a round has no drafts; a new context begins with drafts again."""
     draft = random_model(1, block_size=LIMIT // 4)
     engine, asked = Speculator(target, 50, 4, 2, draft=draft, gamma=3), []
     propose = engine.draft.propose
-    monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, length, *more: asked.append(
-        length.tolist()) or propose(engine, size, how, gamma, length, *more))
+    monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, now: asked.append(
+        now.total[:, 0].tolist() * (gamma > 0)) or propose(engine, size, how, gamma, now))
     engine.lag, engine.graph = 0, False
     prompts = [ids(3), ids(4)]
     texts = [engine.add(prompt, LIMIT + 20, 0.0) for prompt in prompts]
     drain(engine)
     assert [r.tokens for r in texts] == [greedy(target, prompt, LIMIT + 20) for prompt in prompts]
-    assert asked and all(min(n for n in lengths if n) < LIMIT // 4 for lengths in asked)
+    assert [] in asked and all(min(n for n in lengths if n) < LIMIT // 4 for lengths in asked if lengths)
 
 
 def test_where_greedy_texts_part_is_found(target):
