@@ -291,6 +291,7 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
     first, length = tl.load(start_ptr + r), tl.load(length_ptr + r)
     n = tl.load(start_ptr + r + 1) - first
     rows, d = i + tl.arange(0, BLOCK_M), tl.arange(0, HS)
+    token, real = (first + rows).to(tl.int64), (rows < n)[:, None] & (d < hs)[None, :]
     k_ptr, v_ptr, table_ptr = k_ptr + h * hs, v_ptr + h * hs, table_ptr + r * table_row
     last = length - n + rows[:, None]                                        # the last place that a query sees
     end = tl.minimum(length if new_k_ptr is None else length - n, length - n + i + BLOCK_M)
@@ -298,34 +299,35 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
     begin, end = part * width, tl.where(i < n, tl.minimum(end, part * width + width), 0)
     cols = begin + tl.arange(0, BLOCK_N)
     K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
+    if new_k_ptr is not None:
+        slot = tl.load(slot_ptr + token, mask=rows < n, other=0)
+        new_k_ptr, new_v_ptr = new_k_ptr + h * hs, new_v_ptr + h * hs
     follow(OVERLAP, NEXT)
     if i < n:
-        token = (first + rows).to(tl.int64)
-        real = (rows < n)[:, None] & (d < hs)[None, :]
         Q = tl.load(q_ptr + token[:, None] * q_token + h * hs + d[None, :], mask=real, other=0.0)
         m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         O = tl.zeros([BLOCK_M, HS], tl.float32)
+        if new_k_ptr is not None:
+            if part == SPLITS - 1:
+                new_K = tl.load(new_k_ptr + token[:, None] * new_token + d[None, :], mask=real, other=0.0)
+                new_V = tl.load(new_v_ptr + token[:, None] * new_token + d[None, :], mask=real, other=0.0)
+                block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+                tl.store(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], new_K, mask=real)
+                tl.store(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], new_V, mask=real)
+                for j in range(i, -1, -BLOCK_M):      # its own tokens, then those before them
+                    place = length - n + j + tl.arange(0, BLOCK_M)
+                    seen = ((place < length) & (place >= 0))[None, :] & (place[None, :] <= last)
+                    m, l, O = absorb(Q, new_K, new_V, seen, m, l, O, scale_log2, PRECISION)
+                    at = (token - i + j - BLOCK_M)[:, None] * new_token + d[None, :]
+                    inside = (d < hs)[None, :] & (rows - i + j >= BLOCK_M)[:, None]
+                    new_K = tl.load(new_k_ptr + at, mask=inside, other=0.0)
+                    new_V = tl.load(new_v_ptr + at, mask=inside, other=0.0)
         if begin < end:
             m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
         for j in range(begin + BLOCK_N, end, BLOCK_N):
             cols = j + tl.arange(0, BLOCK_N)
             K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
             m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
-        if new_k_ptr is not None:
-            if part == SPLITS - 1:
-                for j in range(0, i + BLOCK_M, BLOCK_M):
-                    new = j + tl.arange(0, BLOCK_M)
-                    place, inside = length - n + new, (new < n)[:, None] & (d < hs)[None, :]
-                    at = (first + new).to(tl.int64)[:, None] * new_token + h * hs + d[None, :]
-                    new_K = tl.load(new_k_ptr + at, mask=inside, other=0.0)
-                    new_V = tl.load(new_v_ptr + at, mask=inside, other=0.0)
-                    seen = ((new < n) & (place >= 0))[None, :] & (place[None, :] <= last)
-                    m, l, O = absorb(Q, new_K, new_V, seen, m, l, O, scale_log2, PRECISION)
-                    if j == i:
-                        slot = tl.load(slot_ptr + token, mask=rows < n, other=0)
-                        block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-                        tl.store(k_ptr + (block * k_block + slot * k_slot)[:, None] + d[None, :], new_K, mask=inside)
-                        tl.store(v_ptr + (block * v_block + slot * v_slot)[:, None] + d[None, :], new_V, mask=inside)
         O = O / tl.where(l == 0, 1.0, l)[:, None]
         out = (token * nh + h) * SPLITS + part
         tl.store(o_ptr + out[:, None] * hs + d[None, :], O.to(o_ptr.dtype.element_ty), mask=real)
@@ -447,19 +449,27 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
 
 
 @jit
+def ask(w_ptr, mine, at, j, K):
+    """Weights from place j of K on: (PARTS, BLOCK_N, k)."""
+    return tl.load(w_ptr + j, mask=mine[None, :, None] & (j + at < K), other=0.0)
+
+
+@jit
 def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows, BIAS: tl.constexpr,
                      NORM: tl.constexpr, SHIFT: tl.constexpr, GELU: tl.constexpr, RESIDUAL: tl.constexpr,
                      ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALL_K: tl.constexpr,
                      PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     """As few_rows_kernel, by tensor cores, for up to ROWS rows, 8 or 16. They take 16 rows of the left factor at least
     and 8 columns of the right one: for 8 rows they compute y transposed, w @ x.T. Each warp sums over one of PARTS of
-    every BLOCK_K of K, all of it if there is a NORM; the next weights come while these are multiplied."""
+    every BLOCK_K of K, all of it if there is a NORM; two of those are asked for at once, the next when one is used."""
     begin(OVERLAP)
     i, cols, part = tl.arange(0, ROWS), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, PARTS)
     mine = cols < n
     at = (part * (BLOCK_K // PARTS))[:, None, None] + tl.arange(0, BLOCK_K // PARTS)[None, None, :]      # (PARTS, 1, k)
-    from_w = w_ptr + cols.to(tl.int64)[None, :, None] * K + at
-    w = tl.load(from_w, mask=mine[None, :, None] & (at < K), other=0.0)      # (PARTS, BLOCK_N, k)
+    from_w, w = w_ptr + cols.to(tl.int64)[None, :, None] * K + at, ()
+    for j in tl.static_range(0, ALL_K, BLOCK_K):
+        if j < 2 * BLOCK_K:
+            w = w + (ask(from_w, mine, at, j, K),)
     if NORM:
         gain = tl.load(g_ptr + at, mask=at < K, other=0.0).to(tl.float32)
     if SHIFT:
@@ -470,10 +480,10 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
     follow(OVERLAP, "last")
     residual = tl.load(y_ptr + to, mask=real & RESIDUAL, other=0.0).to(tl.float32)
     y = tl.zeros([PARTS, BLOCK_N, ROWS] if ROWS < 16 else [PARTS, ROWS, BLOCK_N], tl.float32)
-    for j in range(0, K, BLOCK_K):
-        now, there = w, j + at < K
-        if BLOCK_K < ALL_K:
-            w = tl.load(from_w + j + BLOCK_K, mask=mine[None, :, None] & (j + BLOCK_K + at < K), other=0.0)
+    for j in tl.static_range(0, ALL_K, BLOCK_K):
+        there = j + at < K
+        if j + 2 * BLOCK_K < ALL_K:
+            w = w + (ask(from_w, mine, at, j + 2 * BLOCK_K, K),)
         x = tl.load(x_ptr + i[None, :, None] * x_row + j + at, mask=(i < rows)[None, :, None] & there, other=0.0)
         if NORM:
             h = x.to(tl.float32)                                             # (PARTS, ROWS, k)
@@ -482,6 +492,7 @@ def some_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, rows
             if SHIFT:
                 h += shift
             x = h.to(x.dtype)
+        now = w[j // BLOCK_K]
         y = tl.dot(now, x.permute(0, 2, 1), y) if ROWS < 16 else tl.dot(x, now.permute(0, 2, 1), y)
     y = tl.sum(y, 0)
     if ROWS < 16:
@@ -500,10 +511,9 @@ def product_shape(rows, n, K, size):
     if rows <= FEW:
         return dict(ROWS=rows, BLOCK_N=max(2, min(16 if n > 16384 else 8, 32768 // (ALL_K * size))), BLOCK_K=ALL_K,
                     num_warps=4)
-    columns = (32 if ALL_K <= 2048 else 16) // (1 if rows <= 8 else 2)
-    BLOCK_K = ALL_K if rows <= 8 and ALL_K <= 4096 else min(ALL_K, 2048)
+    ROWS, BLOCK_K = 8 if rows <= 8 else 16, min(ALL_K, 2048 if ALL_K <= 4096 else 1024)
     warps = max(4, BLOCK_K // 256)
-    return dict(ROWS=8 if rows <= 8 else 16, BLOCK_N=columns, BLOCK_K=BLOCK_K, ALL_K=ALL_K, PARTS=warps,
+    return dict(ROWS=ROWS, BLOCK_N=(256 if ALL_K <= 2048 else 128) // ROWS, BLOCK_K=BLOCK_K, ALL_K=ALL_K, PARTS=warps,
                 num_warps=warps, num_stages=1)
 
 
@@ -516,7 +526,8 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
     follows, or does neither: `embed`, say."""
     N, (n, K) = len(x), w.shape
     few = 0 < N <= FEW and K <= 16384
-    some = FEW < N <= SOME and x.dtype != torch.float32 and (K <= 2048 or not norm)            # rows fit into registers
+    some = (FEW < N <= SOME and x.dtype != torch.float32 and (K <= 2048 or not norm)           # rows fit into registers
+            and (N <= 8 or n * K <= 2 ** 22))                                # a larger matrix keeps the library busy
     if has_kernels(x) and (few or some and recent()):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
@@ -689,7 +700,7 @@ def invert(p, u, piece=256):
 
 # The same in two kernels, a program a piece of a row. The first finds each piece's largest logit and the sum of its
 # weights, exp((x - largest) / temperature); the second merges those, as flash.py merges parts of an attention, and the
-# program whose piece the running sum passes in draws.
+# program whose piece the running sum passes in draws. A row of one piece needs no first.
 
 @jit
 def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, t_row, per, GIVEN: tl.constexpr,
@@ -711,20 +722,25 @@ def pieces_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, V, x_row, 
 def draw_kernel(x_ptr, temperature_ptr, top_ptr, best_ptr, sum_ptr, u_ptr, else_ptr, history_ptr, place_ptr, token_ptr,
                 p_ptr, V, x_row, t_row, per, u_row, history_row, place_row, p_row, pieces, GIVEN: tl.constexpr,
                 DRAWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr):
-    """From what pieces_kernel found a row's token, and this piece's probabilities."""
+    """From what pieces_kernel found, if there are several, a row's token, and this piece's probabilities."""
     follow(OVERLAP, "then")
     r, i, k = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PIECES)
     at, real = i * BLOCK + tl.arange(0, BLOCK), k < pieces
-    l = tl.load(sum_ptr + r * pieces + k, mask=real, other=0.0)              # (PIECES,) float64
     w = tl.load(x_ptr + r * x_row + at, mask=at < V, other=0.0 if GIVEN else float("-inf")).to(tl.float32)
-    best, greedy = r * 0, r < 0
+    best, greedy, scale = r * 0, r < 0, 1.0
     if not GIVEN:
         temperature = tl.load(temperature_ptr + r // per * t_row)
-        tops = tl.load(top_ptr + r * pieces + k, mask=real, other=float("-inf"))
-        top, warm = tl.max(tops, 0), tl.maximum(temperature, 1e-6)
-        l *= tl.exp((tops - top) / warm).to(tl.float64)
+        warm, greedy = tl.maximum(temperature, 1e-6), temperature < 1e-6
+        top, best = tl.max(w, 0), tl.argmax(w, 0).to(tl.int64)
+        if sum_ptr is not None:
+            tops = tl.load(top_ptr + r * pieces + k, mask=real, other=float("-inf"))
+            top, best = tl.max(tops, 0), tl.load(best_ptr + r * pieces + tl.argmax(tops, 0))
+            scale = tl.exp((tops - top) / warm)
         w = tl.exp((w - top) / warm)
-        best, greedy = tl.load(best_ptr + r * pieces + tl.argmax(tops, 0)), temperature < 1e-6
+    if sum_ptr is not None:
+        l = tl.load(sum_ptr + r * pieces + k, mask=real, other=0.0) * scale      # (PIECES,) float64
+    else:
+        l = tl.where(real, tl.sum(w.to(tl.float64), 0), 0.0)
     total, ends = tl.sum(l, 0), tl.cumsum(l, 0)
     finite = total < float("inf")                                            # NaN isn't
     if p_ptr is not None:
@@ -758,14 +774,14 @@ def draw_by_kernels(x, temperature, u, how, keep=None, into=None, sums=None, oth
     (N, V), given, draws = x.shape, how == "sorted", u is not None or how == "greedy"
     BLOCK = piece_of(V)
     pieces = triton.cdiv(V, BLOCK)
-    top, best = (None, None) if given else (x.new_empty(N, pieces, dtype=torch.float32),
-                                            x.new_empty(N, pieces, dtype=torch.int64))
     token = x.new_empty(N, dtype=torch.int64) if draws else None
-    known, (history, place) = sums is not None, into or (None, None)
-    sums = sums if known else x.new_empty(N, pieces, dtype=torch.float64)
+    first, (history, place) = sums is None and pieces > 1, into or (None, None)
+    top, best = (x.new_empty(N, pieces, dtype=dtype) if first and not given else None
+                 for dtype in (torch.float32, torch.int64))
+    sums = x.new_empty(N, pieces, dtype=torch.float64) if first else sums
     common = (V, x.stride(0), 0, 1) if given else (V, x.stride(0), temperature.stride(0), N // len(temperature))
     with torch.cuda.device_of(x):
-        if not known:
+        if first:
             pieces_kernel[(N, pieces)](x, temperature, top, best, sums, *common, GIVEN=given, BLOCK=BLOCK,
                                        **overlap(x.device))
         if draws or keep is not None:

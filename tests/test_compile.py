@@ -77,9 +77,10 @@ def main():
     x, w = (torch.zeros(n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (8, 128))
     flash.LinearCrossEntropy.apply(x, w, torch.zeros(8, dtype=torch.int64), 100, True).backward()
 
-    for dtype, bias, rows, temperature, top_k in (
-            (torch.bfloat16, False, 1, 0.0, None), (torch.bfloat16, False, 3, 1.0, 5), (torch.float32, True, 1, 1.0, None)):
-        shape = dict(vocab_size=300, block_size=256, bias=bias)
+    for dtype, bias, V, rows, temperature, top_k in (
+            (torch.bfloat16, False, 300, 1, 0.0, None), (torch.bfloat16, False, 3000, 3, 1.0, 5),
+            (torch.float32, True, 3000, 1, 1.0, None)):
+        shape = dict(vocab_size=V, block_size=256, bias=bias)
         target = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=128, **shape), seed=1).to(dtype).eval()
         draft = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, **shape), seed=1).to(dtype).eval()
         for engine in (paged.Engine(target, 90, 16, rows), speculate.Speculator(target, 90, 16, rows, draft=draft),
