@@ -245,8 +245,8 @@ def begin(OVERLAP: tl.constexpr):
 @jit
 def follow(OVERLAP: tl.constexpr, NEXT: tl.constexpr):
     """Waits until the kernel before has ended, and so have all before that. Any program that writes, or reads what an
-    earlier kernel wrote, passes here first. NEXT: when the next kernel may begin, "first", before this one waits, "then",
-    after it, or "last", at its end, unless it began already."""
+    earlier kernel wrote, passes here first. NEXT: when the next kernel may begin, "first", before this one waits,
+    "then", after it, or "last", at its end, unless it began already."""
     if NEXT == "first":
         begin(OVERLAP)
     if OVERLAP:
@@ -285,8 +285,8 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
     (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: see `follow`.
 
     New keys and values, if given, are seen where they are, by the last part, which also puts its own queries' into
-    their slots: so no program waits for another's, and what is in the pages already comes while the kernel before
-    runs."""
+    their slots: so no program waits for another's. Where there are parts, their first keys and values come while the
+    kernel before runs, and are taken last: those of the loop are then under way."""
     r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first, length = tl.load(start_ptr + r), tl.load(length_ptr + r)
     n = tl.load(start_ptr + r + 1) - first
@@ -296,9 +296,12 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
     last = length - n + rows[:, None]                                        # the last place that a query sees
     end = tl.minimum(length if new_k_ptr is None else length - n, length - n + i + BLOCK_M)
     width = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N                 # of a part
-    begin, end = part * width, tl.where(i < n, tl.minimum(end, part * width + width), 0)
-    cols = begin + tl.arange(0, BLOCK_N)
-    K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
+    low, end = part * width, tl.where(i < n, tl.minimum(end, part * width + width), 0)
+    ahead = low + tl.arange(0, BLOCK_N)
+    if SPLITS > 1:
+        first_K, first_V = fetch(k_ptr, v_ptr, table_ptr, ahead, ahead < end, d, hs, k_block, k_slot, v_block, v_slot,
+                                 BLOCK_SIZE)
+        low += BLOCK_N
     if new_k_ptr is not None:
         slot = tl.load(slot_ptr + token, mask=rows < n, other=0)
         new_k_ptr, new_v_ptr = new_k_ptr + h * hs, new_v_ptr + h * hs
@@ -322,12 +325,14 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
                     inside = (d < hs)[None, :] & (rows - i + j >= BLOCK_M)[:, None]
                     new_K = tl.load(new_k_ptr + at, mask=inside, other=0.0)
                     new_V = tl.load(new_v_ptr + at, mask=inside, other=0.0)
-        if begin < end:
-            m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
-        for j in range(begin + BLOCK_N, end, BLOCK_N):
+        for j in range(low, end, BLOCK_N):
             cols = j + tl.arange(0, BLOCK_N)
             K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
             m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
+        if SPLITS > 1:
+            if low < end + BLOCK_N:
+                m, l, O = absorb(Q, first_K, first_V, (ahead < end)[None, :] & (ahead[None, :] <= last), m, l, O,
+                                 scale_log2, PRECISION)
         O = O / tl.where(l == 0, 1.0, l)[:, None]
         out = (token * nh + h) * SPLITS + part
         tl.store(o_ptr + out[:, None] * hs + d[None, :], O.to(o_ptr.dtype.element_ty), mask=real)
@@ -366,11 +371,11 @@ def attention_shape(R, nh, HS, most, positions, splits=None):
 def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
     """paged_attention_reference, by the kernel where there is one. most: the largest number of queries of a request.
     splits: parts of a context, a power of two; by default enough to keep a GPU busy. Last strides must be 1, and heads
-    next to each other: k[..., h, :] at h * hs.
+    next to each other: k[..., h, :] at h * hs. All but q must have been written as linear's w.
 
-    new: keys and values (N, nh, hs) of the queries' tokens, which aren't in k and v yet, and slots (N,) int64 where they
-    are to be put, places in the blocks one after the other; with those of a token that only this call is to see, one
-    that isn't anybody's."""
+    new: keys and values (N, nh, hs) of the queries' tokens, which aren't in k and v yet, just computed as q was, and
+    slots (N,) int64 where they are to be put, places in the blocks one after the other; nobody's place for a token that
+    only this call is to see."""
     if not attends(q):
         if new:
             k.flatten(0, 1)[new[2]], v.flatten(0, 1)[new[2]] = new[:2]       # (blocks block_size, nh, hs) at (N,)
@@ -397,8 +402,8 @@ def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
 #
 # A product of a few rows with a matrix takes as long as reading the matrix, if only that is kept up: kernels that begin
 # and end one after the other don't. So few of them: what stands before a product (layer norm) and after it (bias, GELU,
-# the residual) goes into its kernel, and a block is four of those, two for attention and one for pages. And a program
-# asks for its part of the matrix before the kernel ahead has ended, which made the rows.
+# the residual) goes into its kernel, and a block is four of those and two for attention. And a program asks for its part
+# of the matrix before the kernel ahead has ended, which made the rows.
 
 @jit
 def gelu_factor(y):
@@ -406,7 +411,7 @@ def gelu_factor(y):
     return tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
 
 
-FEW, SOME = 2, 16      # rows that the two kernels take; for more, the library's products are as fast
+FEW, SOME = 2, 16      # rows that the two kernels take; for more the library's products are as fast
 
 
 @jit
@@ -428,7 +433,7 @@ def few_rows_kernel(x_ptr, w_ptr, b_ptr, g_ptr, s_ptr, y_ptr, n, K, x_row, BIAS:
         bias = tl.load(b_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
     to, real = rows[:, None] * n + cols[None, :], (cols < n)[None, :]
     follow(OVERLAP, "last")
-    residual = tl.load(y_ptr + to, mask=real & RESIDUAL, other=0.0).to(tl.float32)             # comes while the rest does
+    residual = tl.load(y_ptr + to, mask=real & RESIDUAL, other=0.0).to(tl.float32)
     y = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for r in tl.static_range(ROWS):
         x = tl.load(x_ptr + r * x_row + at, mask=at < K, other=0.0)
@@ -518,8 +523,8 @@ def product_shape(rows, n, K, size):
 
 
 def linear(x, w, b=None, norm=None, activation=None, residual=None):
-    """residual + activation(norm(x) @ w.T + b), each of the four only where given; up to 16 rows on a GPU, in float32 up
-    to 2, as one kernel. The answer overwrites the residual.
+    """residual + activation(norm(x) @ w.T + b), each of the four only where given; on a GPU up to 8 rows, or 16 where
+    that is faster, in float32 up to 2, are one kernel. The answer overwrites the residual.
 
     x (N, K) with 1 as its last stride, w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual
     (N, n) -> (N, n). w, b and the norm's weights must have been written before the last kernel that begins after it

@@ -592,8 +592,9 @@ def chapter(argv=None):
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: auto)")
     args = p.parse(argv)
-    if min(args.gammas) < 1:
-        raise UserError(f"gammas={min(args.gammas)} must be at least 1")
+    bad = next((gamma for gamma in args.gammas if not 1 <= gamma <= 64), None)
+    if bad is not None:
+        raise UserError(f"gammas={bad} must be from 1 to 64")
     device, pair = pick_device(args.device), (args.ckpt or "out/ckpt.pt", args.draft or "out/draft.pt")
     dtype, given = pick_dtype(args.dtype, device), args.ckpt or args.draft
     if given or all(Path(path).exists() for path in pair):

@@ -44,7 +44,8 @@ def pretend():
         get_current_stream = staticmethod(lambda device: 0)
         get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
     driver.set_active(Hopper())
-    compiled, run, empty, new_empty, empty_like = {}, JITFunction.run, torch.empty, torch.Tensor.new_empty, torch.empty_like
+    compiled, run = {}, JITFunction.run
+    empty, new_empty, empty_like = torch.empty, torch.Tensor.new_empty, torch.empty_like
 
     def compile(self, *args, grid, warmup, **kwargs):
         compiled.setdefault(self.__name__, set()).add(id(run(self, *args, grid=grid, warmup=True, **kwargs)))
