@@ -24,6 +24,7 @@ from __future__ import annotations      # kernels name tl.constexpr, also where 
 
 import math
 import os
+import sys
 from functools import lru_cache
 
 import numpy as np
@@ -883,5 +884,13 @@ def chapter(shapes=SHAPES, lengths=(1024, 2048, 4096), rows=(8192, 16384, 32768,
     show_loss(gpu, tokens)
 
 
-if __name__ == "__main__":
+def main(argv=None):
+    from model import Options
+    Options(prog="flash.py", description=__doc__.split("\n\n")[0]).parse(argv)
     chapter()
+
+
+if __name__ == "__main__":
+    sys.modules["flash"] = sys.modules[__name__]      # which model.py imports
+    from model import program
+    sys.exit(program("flash.py", main))

@@ -459,3 +459,8 @@ def test_everything_but_the_kernels_works_without_triton():
             "assert (flash.flash_attention(q, q, q) - flash.attention_naive(q, q, q)[0]).abs().max() < 1e-5\n"
             "assert flash.linear_cross_entropy(q[0, 0], q[0, 1], torch.zeros(9, dtype=torch.int64), 9) > 0")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANGS)
+
+
+def test_the_chapter_is_a_program():
+    done = subprocess.run([sys.executable, "flash.py", "--fast"], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 2 and done.stderr == "flash.py: there is no option --fast; see --help\n" and not done.stdout
