@@ -950,6 +950,8 @@ def load_checkpoint(path):
     """The dictionary that train.py saved at `path`, on the CPU, memory-mapped (reading the weights doesn't read the
     moments); of a folder, load_folder's. Raises UserError for a file that is missing, cut short, of another kind, or
     whose weights are no numbers."""
+    if not str(path):
+        raise UserError("the path of a checkpoint is empty")
     path = Path(path)
     if path.is_dir():
         return load_folder(path)

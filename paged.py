@@ -668,7 +668,8 @@ def draw(logits, temperature, top_k, top_p, u, how, keep=None, into=None):
         token = draw_by_kernels(p if how == "sorted" else logits, temperature, u, how, keep, into)
     elif how == "greedy":
         token = logits.argmax(-1)
-        p = None if keep is None else F.one_hot(token, logits.size(-1))      # (N, V)
+        p = None if keep is None else torch.where(logits.amax(-1, keepdim=True).isfinite(),
+                                                  F.one_hot(token, logits.size(-1)), math.nan)      # (N, V)
     else:
         if how == "warm":
             p = (logits.float() / each[0][:, None]).softmax(-1)
@@ -1333,11 +1334,16 @@ class Engine:
         drawn, where, most, tokens, event = self.flying.popleft()
         if event:
             event.synchronize()
-        tokens = tokens.tolist()
+        tokens, failed = tokens.tolist(), None
         for r, i in zip(drawn, where):
             r.flying, r.most = r.flying - 1, r.most - most
             if not r.done:      # else it ended while this was under way
-                self.take(r, tokens[i])
+                try:
+                    self.take(r, tokens[i])
+                except UserError as error:      # the others go on
+                    failed = error
+        if failed:
+            raise failed
 
     def take(self, r, tokens):
         """Adds what was drawn to r's text, as far as that goes."""

@@ -21,6 +21,7 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)      # Ctrl-C while torch is being imported: no traceback
 
+import os
 import sys
 import time
 from itertools import groupby
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 from model import (DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype, program)
 from paged import Engine
-from speculate import Speculator, check_pair, figures, sentence
+from speculate import Speculator, check_pair, draft_beside, figures, sentence
 
 COLORS = {"draft": "\033[32m", "target": "\033[31m", "bonus": "\033[34m"}      # green, red, blue
 
@@ -54,7 +55,8 @@ def options():
     p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
     p.add_argument("--speculative", action="store_true", help="decode speculatively: a draft guesses, the model checks")
     p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or "
-                   "lookup, what followed the text's last words before (default: out/draft.pt if it's there, else lookup)")
+                   "lookup, what followed the text's last words before (default: draft.pt beside --ckpt if it's there, else "
+                   "lookup)")
     p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, 1 to 64; or auto, up to 8, "
                    "by how many are kept and what they cost here, on which a text that is drawn then depends (default: 4)")
     p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "
@@ -95,7 +97,8 @@ def load_draft(args, model, tokenizer, device, dtype):
     """-> the draft model, None for lookup; and its name. Raises UserError for one that can't guess for the model."""
     path = args.draft
     if path is None:
-        path = "out/draft.pt" if Path("out/draft.pt").is_file() else "lookup"
+        path = draft_beside(args.ckpt)
+        path = path if os.path.lexists(path) else "lookup"
     if path == "lookup":
         return None, "lookup"
     draft, theirs = load_model(path, device, dtype)

@@ -54,8 +54,14 @@ def accept(p, q, drafts, generator=None):
 
     p (gamma + 1, V), q (gamma, V): the target's and the draft's probabilities, after temperature, top-k and top-p;
     drafts (gamma,) int64, x_j drawn from q[j]. -> (n_accepted in 0 .. gamma, next_token), ints: drafts[:n_accepted]
-    and next_token are distributed as the target's own tokens. Leviathan et al. 2023, algorithm 1."""
-    gamma = len(drafts)
+    and next_token are distributed as the target's own tokens. ValueError for shapes that don't go together, ids beyond
+    V, and what is no number. Leviathan et al. 2023, algorithm 1."""
+    gamma, V = len(drafts), p.size(-1)
+    if p.shape != (gamma + 1, V) or q.shape != (gamma, V) or ((drafts < 0) | (drafts >= V)).any():
+        raise ValueError(f"{gamma} drafts below {V} want p ({gamma + 1}, {V}) and q ({gamma}, {V}), not "
+                         f"{drafts.tolist()}, {tuple(p.shape)} and {tuple(q.shape)}")
+    if not (p.isfinite().all() and q.isfinite().all()):
+        raise ValueError("p and q must be numbers")
     u = torch.rand(gamma + 1, generator=generator, dtype=torch.float64, device=p.device)
     for j, x in enumerate(drafts.tolist()):
         if u[j] * q[j, x] >= p[j, x]:      # with probability 1 - min(1, p / q)
@@ -70,10 +76,10 @@ def accept_rows(p, q, history, place, u, count):
     """accept for many texts at once. Their drafts stand in history (B, m) from place (B,) on, and the token after those
     that are kept is put there too, 0 for -1.
 
-    p (B, gamma + 1, V), of which the last count + 1 belong to a row's drafts and the token after them; q (B, gamma, V);
-    random numbers u (B, gamma + 1) in [0, 1); count (B,) int64: how many of a row's drafts are drafts, the others
-    aren't looked at, nor is one whose q is no number. -> n_accepted (B,), next_token (B,), int64, -1 where p is no
-    number."""
+    p (B, gamma + 1, V), of which the last count + 1 belong to a row's drafts and the token after them: with gamma 4 and
+    count 1 row 3 is for the draft and row 4 for what follows it. q (B, gamma, V), from the first on; random numbers u
+    (B, gamma + 1) in [0, 1); count (B,) int64: how many of a row's drafts are drafts, the others aren't looked at, nor
+    is one whose q is no number. -> n_accepted (B,), next_token (B,), int64, -1 where p is no number."""
     if runs_kernels(p):
         return accept_by_kernels(p.contiguous(), q.contiguous(), history, place, u, count)
     (B, gamma), row = q.shape[:2], torch.arange(len(q), device=p.device)
@@ -283,8 +289,8 @@ def end_kernel(numbers_ptr, length_ptr, behind_ptr, history_ptr, place_ptr, coun
     r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     runs, n, token = tl.load(numbers_ptr + r * numbers_row), tl.load(n_ptr + r), tl.load(token_ptr + r)
     text = history_ptr + r * history_row + tl.load(place_ptr + r * (gamma + 1))
-    out = tl.where(j <= n, tl.load(text + j, mask=j <= n, other=0), DROPPED)
-    out = tl.where(j > gamma, tl.load(count_ptr + r), tl.where(token < 0, -1, out))
+    out = tl.where(j < n, tl.load(text + j, mask=j < n, other=0), tl.where(j == n, token, DROPPED))
+    out = tl.where(j > gamma, tl.load(count_ptr + r), out)
     tl.store(out_ptr + r * (gamma + 2) + j, out, mask=j < gamma + 2)
     tl.store(length_ptr + r, tl.load(length_ptr + r) + (n + 1) * runs)
     if runs > 0:
@@ -416,11 +422,13 @@ class Speculator(Engine):
         n = len(tokens) - 1
         if r.state == "running":      # else it let go of all that it had computed
             r.computed = length + n - (0 < gamma == n)
-        super().take(r, tokens)
-        r.wrote += (["draft"] * n + ["bonus" if 0 < count == n else "target"])[:len(r.text) - before]
-        for name, value in (("rounds", 1), ("accepted", n), ("tested", min(n + 1, count)), ("gammas", gamma),
-                            ("written", len(r.text) - before)):
-            self.stats[name] += value
+        try:
+            super().take(r, tokens)
+        finally:      # also if what followed them was no number
+            r.wrote += (["draft"] * n + ["bonus" if 0 < count == n else "target"])[:len(r.text) - before]
+            for name, value in (("rounds", 1), ("accepted", n), ("tested", min(n + 1, count)), ("gammas", gamma),
+                                ("written", len(r.text) - before)):
+                self.stats[name] += value
 
     # ---- on the device
 
@@ -447,8 +455,8 @@ class Speculator(Engine):
                      uniform(seed + DRAFTS, n), uniform(torch.where(step < gamma, seed + TESTS, seed), n))
 
     def end_round(self, size, gamma, now, n, token):
-        """Takes in that n (size,) drafts were kept, and token (size,) after them. -> (size, gamma + 2), tokens, DROPPED
-        where none was kept, all -1 where the token is, and the number of drafts."""
+        """Takes in that n (size,) drafts were kept, and token (size,) after them. -> (size, gamma + 2): these, DROPPED
+        after them, and the number of drafts."""
         numbers = self.on_device[1][:size]
         if runs_kernels(numbers):
             out = numbers.new_empty(size, gamma + 2)
@@ -458,9 +466,9 @@ class Speculator(Engine):
                     numbers.stride(0), self.history.stride(0), DROPPED=DROPPED,
                     BLOCK=triton.next_power_of_2(gamma + 2), num_warps=1, **overlap(self.device))
             return out
-        runs = numbers[:, 0]
-        out = torch.where(self.steps[:gamma + 1] <= n[:, None], self.history[:size].gather(1, now.place), DROPPED)
-        out = torch.where(token[:, None] < 0, -1, out)                       # (size, gamma + 1)
+        runs, step, n_th = numbers[:, 0], self.steps[:gamma + 1], n[:, None]
+        out = torch.where(step < n_th, self.history[:size].gather(1, now.place),
+                          torch.where(step == n_th, token[:, None], DROPPED))      # (size, gamma + 1)
         self.length[:size] += (n + 1) * runs
         self.behind[:size] = torch.where(runs > 0, (n == gamma).long(), self.behind[:size])
         return torch.cat([out, now.count[:, None]], 1)
@@ -484,34 +492,44 @@ class Speculator(Engine):
 
 def figures(engine):
     """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target,
-    predicted and measured; speedup: against plain decoding as `measure` found it, likewise}. Times are NaN where there
-    was too little to measure; None if there was no round at all."""
+    predicted and measured; speedup: against plain decoding as `measure` found it, likewise; tested: drafts that were
+    looked at}. Times are NaN where there was too little to measure; None if there was no round at all."""
     s, alpha = engine.stats, engine.alpha
     if not s["rounds"]:
         return None
     gamma, calls = s["gammas"] / s["rounds"], s["written"] / s["rounds"]
     plain, each = (s[name] / s["turns"] if s["turns"] else math.nan for name in ("plain", "seconds"))
     c, check = s["drafts"] / max(s["plain"], 1e-30) / max(gamma, 1e-9), 1 + s["checks"] / max(s["plain"], 1e-30)
-    return dict(alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
+    return dict(tested=s["tested"], alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
                 speedup=(speedup(alpha, gamma, c, check), calls * plain / each))
 
 
 def sentence(f, kind):
     """figures as one sentence, and a second one where speculation doesn't pay."""
+    if not f["tested"]:
+        return (f"drafts by {kind}: there was none to look at; none is made past the draft's context, at the end of a "
+                "text, or of what didn't occur before")
     text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of "
             f"the target (predicted {f['calls'][0]:.2f})")
-    if math.isnan(f["speedup"][1]):
+    predicted, measured = f["speedup"]
+    if math.isnan(measured):
         return f"{text}; too little text to measure the time"
-    text += (f"; {f['speedup'][1]:.2f} times as fast as plain decoding (predicted {f['speedup'][0]:.2f}: a draft costs "
-             f"c = {f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
-    if f["speedup"][1] >= 1:
+    text += (f"; {measured:.2f} times as fast as plain decoding (predicted {predicted:.2f}: a draft costs c = "
+             f"{f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
+    if measured >= 1:
         return text
     each = (f["check"] - 1) / max(f["gamma"], 1e-9)
     best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
-    most = speedup(f["alpha"], best, f["c"], 1 + each * best)
+    most = speedup(f["alpha"], best, f["c"], 1 + each * best) * min(1.0, measured / predicted)
     advice = f"gamma = {best} might, with {most:.2f}" if most > 1 else "leave out --speculative"
-    return (f"{text}\nspeculation didn't pay here: a draft costs {f['c'] + each:.2f} of the target's step, with what "
-            f"checking adds, and is kept with probability {f['alpha']:.2f}; {advice}")
+    return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {f['c'] + each:.2f} of the target's "
+            f"step, and it is kept with probability {f['alpha']:.2f}; {advice}")
+
+
+def draft_beside(ckpt):
+    """The draft that train.py puts beside a checkpoint: its Path, whether it's there or not. ckpt: a file or folder."""
+    path = Path(ckpt)
+    return (path if path.is_dir() else path.parent) / "draft.pt"
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -587,7 +605,7 @@ def chapter(argv=None):
     p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0], epilog="c: what a draft costs in terms of "
                 "the target's step; check: the target's call on gamma + 1 tokens, likewise")
     p.add_argument("--ckpt", help="the target, a checkpoint or a folder (default: out/ckpt.pt)")
-    p.add_argument("--draft", help="the draft, likewise (default: out/draft.pt)")
+    p.add_argument("--draft", help="the draft, likewise (default: draft.pt beside the target)")
     p.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6, 8], help="(default: 1 2 4 6 8)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: auto)")
@@ -595,8 +613,9 @@ def chapter(argv=None):
     bad = next((gamma for gamma in args.gammas if not 1 <= gamma <= 64), None)
     if bad is not None:
         raise UserError(f"gammas={bad} must be from 1 to 64")
-    device, pair = pick_device(args.device), (args.ckpt or "out/ckpt.pt", args.draft or "out/draft.pt")
-    dtype, given = pick_dtype(args.dtype, device), args.ckpt or args.draft
+    device, ckpt = pick_device(args.device), "out/ckpt.pt" if args.ckpt is None else args.ckpt
+    pair = ckpt, draft_beside(ckpt) if args.draft is None else args.draft
+    dtype, given = pick_dtype(args.dtype, device), (args.ckpt, args.draft) != (None, None)
     if given or all(Path(path).exists() for path in pair):
         (target, its), (draft, theirs) = (load_model(path, device, dtype) for path in pair)
         check_pair(target, its, pair[0], draft, theirs, pair[1])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_colors_say_who_wrote_what(ckpt, capsys):
     assert "\033[31m" in out and out.endswith("\033[0m\n")
 
 
-def test_speculation_that_cannot_be(ckpt, ids_ckpt, draft, capsys, tmp_path, monkeypatch):
+def test_speculation_that_cannot_be(ckpt, ids_ckpt, draft, capsys, tmp_path):
     for options in (["--gamma=4"], ["--draft=lookup"], ["--color"]):
         assert "--speculative" in refused(capsys, f"--ckpt={ckpt}", *options)
     for gamma in ("0", "-1", "1.5", "many", "65", "²", ""):
@@ -171,8 +172,13 @@ def test_speculation_that_cannot_be(ckpt, ids_ckpt, draft, capsys, tmp_path, mon
     assert "no such checkpoint" in refused(capsys, f"--ckpt={ckpt}", "--speculative", f"--draft={tmp_path / 'none.pt'}")
     err = refused(capsys, f"--ckpt={ids_ckpt}", "--speculative", f"--draft={draft}", "--prompt=1")
     assert "256" in err and "300" in err
-    monkeypatch.chdir(tmp_path)      # where there is no out/draft.pt
-    assert "drafts by lookup" in speculate(capsys, ckpt)[1]
+    assert "drafts by lookup" in speculate(capsys, ckpt)[1]      # no draft.pt is beside it
+    beside = tmp_path / "ckpt.pt"
+    shutil.copy(ckpt, beside), (tmp_path / "draft.pt").symlink_to(draft)
+    assert f"drafts by {tmp_path / 'draft.pt'}" in speculate(capsys, beside)[1]
+    (tmp_path / "draft.pt").unlink(), (tmp_path / "draft.pt").symlink_to(tmp_path / "gone.pt")
+    assert "draft.pt: no such checkpoint" in refused(capsys, f"--ckpt={beside}", "--speculative")
+    assert "is empty" in refused(capsys, f"--ckpt={ckpt}", "--speculative", "--draft=")
     err = speculate(capsys, draft, f"--draft={ckpt}")[1]
     assert "longer than it saves" in err and "ends at 8 tokens and the model's at 16" in err
 

@@ -237,7 +237,7 @@ def test_kernels_begin_and_end_a_round_as_torch(target, gamma, size, monkeypatch
         assert all(torch.equal(a, b) for a, b in zip(got, want))
         for r, (kept, last, runs) in enumerate(zip(n.tolist(), token.tolist(), engine.on_device[1][:, 0].tolist())):
             place = length[r] if runs else LIMIT + engine.ahead + 1
-            text = history[r][place:place + kept + 1] + [DROPPED] * (gamma - kept) if last >= 0 else [-1] * (gamma + 1)
+            text = history[r][place:place + kept] + [last] + [DROPPED] * (gamma - kept)
             assert got[0][r].tolist() == text + [int(now.count[r])]
             assert got[1][r] == length[r] + (kept + 1) * runs and got[3][r] == ((kept == gamma) if runs else behind[r])
 
@@ -428,6 +428,42 @@ def test_a_draft_that_diverged_writes_nothing(target):
         drain(engine)
         assert all(gap < 1e-4 for _, gap, _ in divergences(target, want, texts))
         assert "draft" in texts[0].wrote and (temperature == 0 or set(texts[2].wrote) == {"target"})
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_that_diverged_is_said_and_other_texts_go_on(temperature, lookup):
+    """Logits are no numbers from place 9 on."""
+    broken = random_model(2)
+    broken.wpe.weight.data[9:] = math.nan
+    engine = Speculator(broken, 60, 4, 4, draft=None if lookup else broken, gamma=8)
+    long, short = (engine.add([5, 3, 5, 3, 5], n, temperature, seed=1) for n in (20, 3))
+    errors = 0
+    while engine.busy:
+        try:
+            engine.step()
+        except UserError as error:
+            errors += "not numbers" in str(error)
+    assert errors == 1 and long.state == "aborted" and len(long.tokens) == len(long.wrote) < 5
+    assert short.state == "length" and len(short.tokens) == len(short.wrote) == 3
+    assert temperature > 0 or short.tokens == greedy(broken, [5, 3, 5, 3, 5], 3)
+
+
+def test_accept_refuses_what_it_cannot_judge():
+    p, q = torch.rand(4, 7).softmax(1), torch.rand(3, 7).softmax(1)
+    drafts = torch.tensor([1, 6, 0])
+    assert accept(p, q, drafts)[0] in range(4)
+    for bad in ((p[1:], q, drafts), (p, q[1:], drafts), (p, q[:, :6], drafts), (p, q, drafts[:2]), (p, q, drafts + 1),
+                (p, q, drafts - 1), (p * math.nan, q, drafts), (p, q * math.inf, drafts)):
+        with pytest.raises(ValueError):
+            accept(*bad)
+
+
+def test_the_advice_is_not_what_was_just_tried():
+    said = dict(tested=9, alpha=0.7, gamma=1.0, c=0.4, check=1.1, calls=(1.7, 1.7), speedup=(1.13, 0.9))
+    assert "leave out --speculative" in sentence(said, "x")
+    assert "gamma = 2 might, with 1.23" in sentence(dict(said, gamma=8.0, c=0.1, check=2.6, speedup=(1.0, 0.9)), "x")
+    assert "none to look at" in sentence(dict(said, tested=0), "x")
 
 
 def test_a_vocabulary_in_pieces():
