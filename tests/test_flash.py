@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, HANGS
+from conftest import DEVICE
 
 import flash
 from flash import (LinearCrossEntropy, RecomputedMLP, attention_naive, attention_tiled, flash_attention, launch_backward,
@@ -458,9 +458,9 @@ def test_everything_but_the_kernels_works_without_triton():
             "q = torch.randn(1, 2, 9, 4); o, lse = flash.flash_attention(q, q, q, return_lse=True)\n"
             "assert (flash.flash_attention(q, q, q) - flash.attention_naive(q, q, q)[0]).abs().max() < 1e-5\n"
             "assert flash.linear_cross_entropy(q[0, 0], q[0, 1], torch.zeros(9, dtype=torch.int64), 9) > 0")
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANGS)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_the_chapter_is_a_program():
-    done = subprocess.run([sys.executable, "flash.py", "--fast"], cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run([sys.executable, "flash.py", "--fast"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr == "flash.py: there is no option --fast; see --help\n" and not done.stdout

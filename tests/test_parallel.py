@@ -32,7 +32,7 @@ from parallel import (LEDGER, Mesh, Parallel, all_gather, all_reduce, all_reduce
                       gpipe, interleaved, naive, one_f_one_b, partition, pipedream, reduce_scatter, simulate, slice_tokens,
                       terapipe)
 
-ROOT, HANGS = Path(__file__).parent.parent, 300      # as in conftest.py, which a rank doesn't import
+ROOT = Path(__file__).parent.parent
 ODD = dict(vocab_size=65, block_size=8, n_layer=4, n_embd=36)
 OPTIONS = dict(device=torch.device("cpu"), beta1=0.9, beta2=0.95, weight_decay=0.3, grad_clip=0.5, attention="auto",
                compile=False, seed=5, batch_size=12, schedule="1f1b", chunks=1, graph=False,
@@ -868,7 +868,7 @@ def losses(out):
 
 
 def wait_for_step(out, step):
-    end = time.time() + HANGS
+    end = time.time() + 60
     while time.time() < end:
         time.sleep(0.1)
         if (out / "log.jsonl").exists() and max(losses(out), default=0) >= step:
@@ -888,16 +888,16 @@ def test_a_gpt2_on_any_layout_trains_as_on_one_process(text, tmp_path):
     want = losses(tmp_path / "one")
     for count, layout in ((2, ["--tp=2"]), (4, ["--pp=2", "--zero=2"])):
         process = torchrun(count, tmp_path / layout[0], *options, *layout)
-        out, err = process.communicate(timeout=HANGS)
+        out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
         got = losses(tmp_path / layout[0])
         assert len(got) == 4 and all(abs(got[step] / loss - 1) < 1e-5 for step, loss in want.items()), (got, want)
     process = torchrun(2, tmp_path / "eval", *options[:2], "--tp=2", "--eval_only")
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0 and out.count("perplexity") == 1, err
     (gpt2 / "model.safetensors").unlink()
     process = torchrun(2, tmp_path / "bad", *options, "--tp=2")
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=90)
     assert process.returncode and err.count("holds no weights") == 1
 
 
@@ -916,7 +916,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lo
 
 def test_four_processes_write_what_one_reads(text, tmp_path):
     process = torchrun(4, tmp_path / "four", f"--data={text}", "--max_steps=12", "--tp=2", "--zero=3")
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert out.count("ckpt.pt:") == 1 and out.count("a sample:") == 1 and "dp 2 x ep 1 x pp 1 x tp 2, zero 3" in err
     import train
@@ -935,13 +935,13 @@ def test_four_processes_write_what_one_reads(text, tmp_path):
 def test_a_killed_rank_ends_all_and_a_restart_goes_on(text, tmp_path):
     options = [f"--data={text}", "--zero=2", "--save_every=20", "--dropout=0.1"]
     process = torchrun(2, tmp_path / "a", *options, "--max_steps=400")
-    assert process.wait(timeout=HANGS) == 0
+    assert process.wait(timeout=90) == 0
     process = torchrun(2, tmp_path / "b", *options, "--max_steps=100000", "--decay_steps=400")
     wait_for_step(tmp_path / "b", 25)
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGKILL)
     start = time.time()
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=40)
     assert process.returncode != 0 and time.time() - start < 30 and ended(ranks)
     assert "train.py: rank 0: rank 1 is gone" in err
     (tmp_path / "b" / "log.jsonl").unlink()                                  # written anew from the checkpoint on
@@ -949,7 +949,7 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(text, tmp_path):
     process = torchrun(2, tmp_path / "b", *options, "--max_steps=400", "--resume", launcher=["--max_restarts=1"])
     wait_for_step(tmp_path / "b", begun + 30)                                # past the next checkpoint
     os.kill(ranks_of(process)[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     a, b = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert a == {**a, **b} and max(b) == 400 and min(b) == begun + 1
@@ -960,10 +960,10 @@ def test_pipedream_in_four_stages_goes_on_bit_for_bit(text, tmp_path):
     options = ["--pp=4", "--schedule=pipedream", "--n_layer=5", "--micro_batch=2", "--save_every=4", "--decay_steps=8"]
     for out, steps in (("whole", 8), ("half", 4)):
         process = torchrun(4, tmp_path / out, f"--data={text}", f"--max_steps={steps}", *options)
-        _, err = process.communicate(timeout=HANGS)
+        _, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
     process = torchrun(4, tmp_path / "half", "--resume", "--max_steps=8", *options)
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert losses(tmp_path / "whole") == losses(tmp_path / "half") and len(losses(tmp_path / "half")) == 8
     import sample
@@ -973,7 +973,7 @@ def test_pipedream_in_four_stages_goes_on_bit_for_bit(text, tmp_path):
 def test_measured_layers_and_slices_and_a_trace(text, tmp_path):
     process = torchrun(2, tmp_path / "two", f"--data={text}", "--max_steps=8", "--n_layer=5", "--pp=2", "--micro_batch=4",
                        "--token_slices=auto", "--partition=profile", "--recompute", f"--trace={tmp_path / 'trace.json'}")
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0 and "bubble of 2 micro-batches on 2 stages" in err, err
     layers, slices = (list(map(int, re.search(f"{what}: ([0-9 ]+)", err)[1].split())) for what in ("a piece", "a slice"))
     assert sum(layers) == 5 and len(layers) == 2 and sum(slices) == 8
@@ -995,7 +995,7 @@ def test_a_signal_saves_and_leaves_no_process(text, tmp_path, number):
     wait_for_step(tmp_path, 3)
     ranks = ranks_of(process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=40)
     assert process.returncode != 0 and len(ranks) == 3 and ended(ranks)
     assert err.count("stopped and saved") == 1
     ckpt = torch.load(tmp_path / "ckpt.pt", weights_only=True)
@@ -1004,13 +1004,13 @@ def test_a_signal_saves_and_leaves_no_process(text, tmp_path, number):
 
 def test_what_does_not_fit_is_said_once_by_all(text, tmp_path, monkeypatch):
     process = torchrun(3, tmp_path, f"--data={tmp_path / 'nothing.txt'}", "--batch_size=6")      # found by the first alone
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and err.count("train.py: data=") == 1
     process = torchrun(3, tmp_path, f"--data={text}", "--batch_size=6", "--tp=3")      # found by each
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and err.count("n_head=4 can't be split over tp=3") == 1
     process = torchrun(3, tmp_path, f"--data={text}", "--batch_size=7")          # before anything else
-    _, err = process.communicate(timeout=HANGS)
+    _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and err.count("batch_size=7 can't be split over 3 data ranks") == 1
     import train
     monkeypatch.setenv("WORLD_SIZE", "4")

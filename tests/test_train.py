@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, HANGS, write_gpt2, write_tokenizer
+from conftest import DEVICE, write_gpt2, write_tokenizer
 
 import train
 from model import GPT, GPTConfig, Tokenizer, UserError, load_checkpoint, load_model
@@ -470,7 +470,7 @@ def test_data_that_a_gpt2_cant_read(gpt2, text, tmp_path, capsys):
 
 # ---- interruption -----------------------------------------------------------------------------------------------
 
-def wait_for_step(out, step, process, seconds=HANGS):
+def wait_for_step(out, step, process, seconds=60):
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         if (out / "log.jsonl").is_file() and len((out / "log.jsonl").read_text().splitlines()) > step:
@@ -492,7 +492,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(text, tmp_path, unbrok
     process = program(text, tmp_path, "--max_steps=1000000", "--decay_steps=40", "--dropout=0.1", "--save_every=5")
     wait_for_step(tmp_path, 12, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in err
     ckpt = load_checkpoint(tmp_path / "ckpt.pt")
     if number != signal.SIGKILL:
@@ -510,7 +510,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(text, tmp_path):
     assert limit > 4e6
     process = program(text, tmp_path, "--resume", "--max_steps=6", "--save_every=2", "--n_embd=256",
                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    out, err = process.communicate(timeout=HANGS)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in err and "ckpt.pt can't be written: File too large" in err, err
     assert err.count("can't be written") == 2                        # at step 4, after which it goes on, and at the end
     assert hashlib.sha256((tmp_path / "ckpt.pt").read_bytes()).digest() == before
@@ -539,7 +539,7 @@ def test_a_folder_serves_one_run_at_a_time(text, tmp_path, capsys):
     wait_for_step(tmp_path, 2, process)
     refused(capsys, [*TINY, f"--data={text}", f"--out={tmp_path}"], "in use")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANGS)
+    process.communicate(timeout=30)
     assert run(text, tmp_path, "--max_steps=1") == 0
 
 
@@ -551,7 +551,7 @@ def test_a_second_signal_ends_at_once(text, tmp_path):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
-    process.communicate(timeout=HANGS)
+    process.communicate(timeout=5)
     assert process.returncode in (-signal.SIGINT, 130)
 
 
@@ -647,4 +647,4 @@ def test_help_is_a_manual(capsys):
 
 def test_it_runs_without_triton():
     code = "import sys; sys.modules['triton'] = None; import model, paged, speculate, train, sample"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANGS)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
