@@ -389,8 +389,8 @@ def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
         paged_kernel[(R, triton.cdiv(most, how["BLOCK_M"]), nh * splits)](
             q, k, v, table, length, start, *(new or (None, None, None)), parts, lse, nh, hs, q.stride(0),
             new[0].stride(0) if new else 0, k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
-            LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            **how, **overlap(q.device))
+            LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how, **overlap(q.device))
         if splits > 1:
             merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, NEXT=how["NEXT"], num_warps=1,
                                     **overlap(q.device))
@@ -402,8 +402,8 @@ def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
 #
 # A product of a few rows with a matrix takes as long as reading the matrix, if only that is kept up: kernels that begin
 # and end one after the other don't. So few of them: what stands before a product (layer norm) and after it (bias, GELU,
-# the residual) goes into its kernel, and a block is four of those and two for attention. And a program asks for its part
-# of the matrix before the kernel ahead has ended, which made the rows.
+# the residual) goes into its kernel, and a block is four of those and two for attention. And a program asks for its
+# part of the matrix before the kernel ahead has ended, which made the rows.
 
 @jit
 def gelu_factor(y):

@@ -55,8 +55,8 @@ def options():
     p.add_argument("--max_batch", type=int, default=64, help="texts to work on at once (default: 64)")
     p.add_argument("--speculative", action="store_true", help="decode speculatively: a draft guesses, the model checks")
     p.add_argument("--draft", metavar="PATH", help="with --speculative, who guesses: a model, as for --ckpt, or "
-                   "lookup, what followed the text's last words before (default: draft.pt beside --ckpt if it's there, else "
-                   "lookup)")
+                   "lookup, what followed the text's last words before (default: draft.pt beside --ckpt if it's there, "
+                   "else lookup)")
     p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, 1 to 64; or auto, up to 8, "
                    "by how many are kept and what they cost here, on which a text that is drawn then depends (default: 4)")
     p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "

@@ -385,8 +385,8 @@ class Speculator(Engine):
 
     def measure(self, size, how, repeats=3):
         """For rows 0 .. size - 1 -> seconds of a step of an Engine's decoding; and in terms of that a draft's call, c,
-        and what each draft adds to the target's. For when a step is about to begin, and has room for what this writes; it
-        leaves the state as it was."""
+        and what each draft adds to the target's. For when a step is about to begin, and has room for what this writes;
+        it leaves the state as it was."""
         gamma, restore = self.gamma, self.keep()
 
         def timed(step):
@@ -466,9 +466,9 @@ class Speculator(Engine):
                     numbers.stride(0), self.history.stride(0), DROPPED=DROPPED,
                     BLOCK=triton.next_power_of_2(gamma + 2), num_warps=1, **overlap(self.device))
             return out
-        runs, step, n_th = numbers[:, 0], self.steps[:gamma + 1], n[:, None]
-        out = torch.where(step < n_th, self.history[:size].gather(1, now.place),
-                          torch.where(step == n_th, token[:, None], DROPPED))      # (size, gamma + 1)
+        runs, step = numbers[:, 0], self.steps[:gamma + 1]
+        out = torch.where(step == n[:, None], token[:, None], DROPPED)       # (size, gamma + 1)
+        out = torch.where(step < n[:, None], self.history[:size].gather(1, now.place), out)
         self.length[:size] += (n + 1) * runs
         self.behind[:size] = torch.where(runs > 0, (n == gamma).long(), self.behind[:size])
         return torch.cat([out, now.count[:, None]], 1)
@@ -500,7 +500,8 @@ def figures(engine):
     gamma, calls = s["gammas"] / s["rounds"], s["written"] / s["rounds"]
     plain, each = (s[name] / s["turns"] if s["turns"] else math.nan for name in ("plain", "seconds"))
     c, check = s["drafts"] / max(s["plain"], 1e-30) / max(gamma, 1e-9), 1 + s["checks"] / max(s["plain"], 1e-30)
-    return dict(tested=s["tested"], alpha=alpha, gamma=gamma, c=c, check=check, calls=(tokens_a_call(alpha, gamma), calls),
+    return dict(tested=s["tested"], alpha=alpha, gamma=gamma, c=c, check=check,
+                calls=(tokens_a_call(alpha, gamma), calls),
                 speedup=(speedup(alpha, gamma, c, check), calls * plain / each))
 
 
@@ -522,8 +523,8 @@ def sentence(f, kind):
     best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
     most = speedup(f["alpha"], best, f["c"], 1 + each * best) * min(1.0, measured / predicted)
     advice = f"gamma = {best} might, with {most:.2f}" if most > 1 else "leave out --speculative"
-    return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {f['c'] + each:.2f} of the target's "
-            f"step, and it is kept with probability {f['alpha']:.2f}; {advice}")
+    return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {f['c'] + each:.2f} of the "
+            f"target's step, and it is kept with probability {f['alpha']:.2f}; {advice}")
 
 
 def draft_beside(ckpt):
