@@ -280,13 +280,14 @@ def absorb(Q, K, V, seen, m, l, O, scale_log2, PRECISION: tl.constexpr):
 def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_ptr, new_v_ptr, slot_ptr, o_ptr, lse_ptr,
                  nh, hs, q_token, new_token, k_block, k_slot, v_block, v_slot, table_row, scale_log2,
                  BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, HS: tl.constexpr, BLOCK_M: tl.constexpr,
-                 BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, NEXT: tl.constexpr, OVERLAP: tl.constexpr):
+                 BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, NEXT: tl.constexpr,
+                 OVERLAP: tl.constexpr):
     """BLOCK_M queries of one request and head, over one of SPLITS parts of what they see. With one part it writes o
     (N, nh, hs); with more, (N, nh, SPLITS, hs) and the log-sum-exp in base 2, (N, nh, SPLITS). NEXT: see `follow`.
 
     New keys and values, if given, are seen where they are, by the last part, which also puts its own queries' into
-    their slots: so no program waits for another's. Where there are parts, their first keys and values come while the
-    kernel before runs, and are taken last: those of the loop are then under way."""
+    their slots: so no program waits for another's. AHEAD: a part's first keys and values come while the kernel before
+    runs, and are taken last, so that those of the loop are under way by then; worth its registers for short parts."""
     r, i, h, part = tl.program_id(0), tl.program_id(1) * BLOCK_M, tl.program_id(2) // SPLITS, tl.program_id(2) % SPLITS
     first, length = tl.load(start_ptr + r), tl.load(length_ptr + r)
     n = tl.load(start_ptr + r + 1) - first
@@ -298,7 +299,7 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
     width = tl.cdiv(tl.cdiv(end, BLOCK_N), SPLITS) * BLOCK_N                 # of a part
     low, end = part * width, tl.where(i < n, tl.minimum(end, part * width + width), 0)
     ahead = low + tl.arange(0, BLOCK_N)
-    if SPLITS > 1:
+    if AHEAD:
         first_K, first_V = fetch(k_ptr, v_ptr, table_ptr, ahead, ahead < end, d, hs, k_block, k_slot, v_block, v_slot,
                                  BLOCK_SIZE)
         low += BLOCK_N
@@ -329,7 +330,7 @@ def paged_kernel(q_ptr, k_ptr, v_ptr, table_ptr, length_ptr, start_ptr, new_k_pt
             cols = j + tl.arange(0, BLOCK_N)
             K, V = fetch(k_ptr, v_ptr, table_ptr, cols, cols < end, d, hs, k_block, k_slot, v_block, v_slot, BLOCK_SIZE)
             m, l, O = absorb(Q, K, V, (cols < end)[None, :] & (cols[None, :] <= last), m, l, O, scale_log2, PRECISION)
-        if SPLITS > 1:
+        if AHEAD:
             if low < end + BLOCK_N:
                 m, l, O = absorb(Q, first_K, first_V, (ahead < end)[None, :] & (ahead[None, :] <= last), m, l, O,
                                  scale_log2, PRECISION)
@@ -356,15 +357,18 @@ def merge_kernel(part_ptr, lse_ptr, o_ptr, hs, SPLITS: tl.constexpr, HS: tl.cons
 
 
 def attention_shape(R, nh, HS, most, positions, splits=None):
-    """-> options of paged_kernel, by measurement on an H200: as many parts as make some six programs a multiprocessor,
-    each of 64 positions at least."""
+    """-> options of paged_kernel, by measurement on an H200: as many parts as make some eight programs a
+    multiprocessor, each of 128 positions at least. One read ahead costs more than it saves where parts are longer, and
+    where there are so many programs that its registers keep some of them waiting."""
     M = 16 if most <= 16 else 64
     if splits is None:
-        splits = 2 ** max(0, min(768 // max(1, R * nh), positions // 64, 32).bit_length() - 1) if M == 16 else 1
-    warps, stages, after = (4, 5, "then") if splits > 16 else (4, 2, "first") if splits > 1 else (2, 3, "last")
+        splits = 2 ** max(0, min(1024 // max(1, R * nh), positions // 128, 32).bit_length() - 1) if M == 16 else 1
+    ahead = 1 < splits and positions <= 128 * splits and R * nh * splits <= 512
+    warps, stages, after = ((4, 2, "first") if ahead else (4, 5, "then") if splits > 16 else
+                            (2, 3, "first") if splits > 1 else (2, 3, "last"))
     if HS > 64 or M == 64:
         warps, stages = 4, 2 if HS > 128 or M == 64 and HS > 64 else max(stages, 3)
-    return dict(SPLITS=splits, BLOCK_M=M, BLOCK_N=64 if HS <= 128 else 32, NEXT=after, num_warps=warps,
+    return dict(SPLITS=splits, BLOCK_M=M, BLOCK_N=64 if HS <= 128 else 32, AHEAD=ahead, NEXT=after, num_warps=warps,
                 num_stages=stages)
 
 

@@ -58,7 +58,8 @@ def options():
                    "lookup, what followed the text's last words before (default: draft.pt beside --ckpt if it's there, "
                    "else lookup)")
     p.add_argument("--gamma", help="with --speculative, drafts for one call of the model, 1 to 64; or auto, up to 8, "
-                   "by how many are kept and what they cost here, on which a text that is drawn then depends (default: 4)")
+                   "by how many are kept and what they cost here, on which a text that is drawn then depends "
+                   "(default: 4)")
     p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "
                    "was kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")

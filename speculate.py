@@ -320,7 +320,7 @@ class Speculator(Engine):
         self.behind = torch.zeros_like(self.length)      # 1 where a row's last round kept gamma drafts, else 0
         self.steps = torch.arange(self.ahead + 1, device=self.device)
         self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, measuring=0.0)
-        self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)             # of steps that only decode
+        self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)      # of steps that only decode
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
@@ -388,17 +388,18 @@ class Speculator(Engine):
         and what each draft adds to the target's. For when a step is about to begin, and has room for what this writes;
         it leaves the state as it was."""
         gamma, restore = self.gamma, self.keep()
+        step, propose, decode = (partial(self.replay, *call) for call in (
+            (super().decode_rows, size, how), (self.propose, size, how, gamma), (self.decode_rows, size, how, gamma)))
 
-        def timed(step):
+        def timed(f):
             def run():
-                for _ in range(repeats):
-                    step()
+                # A step first: while a device is at it the host goes ahead, so that the device is what is timed.
+                for each in [step] + [f] * repeats:
+                    each()
                     restore()
             with torch.inference_mode():
                 return seconds(run, self.device, 3) / repeats
-        plain, drafts, both, nothing = map(timed, (
-            partial(self.replay, super().decode_rows, size, how), partial(self.replay, self.propose, size, how, gamma),
-            partial(self.replay, self.decode_rows, size, how, gamma), lambda: None))
+        nothing, plain, drafts, both = map(timed, (lambda: None, step, propose, decode))
         plain, drafts, both = (max(1e-9, x - nothing) for x in (plain, drafts, both))
         return plain, drafts / gamma / plain, max(0.0, both - drafts - plain) / gamma / plain
 

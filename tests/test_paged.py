@@ -139,7 +139,7 @@ def pages(bs, nh, hs, news, lengths, dtype):
     (16, 64, [1, 1, 1, 1], [1, 15, 16, 17], None), (16, 64, [1, 1], [200, 33], 4), (1, 24, [1, 5, 3], [1, 7, 100], 2),
     (7, 80, [1, 50, 70, 2], [70, 50, 100, 2], None), (32, 128, [5, 5], [37, 150], 8), (3, 16, [2, 1, 1], [9, 0, 3], 2),
     (5, 256, [1, 20], [64, 65], 1), (16, 8, [1], [300], 64),
-    (4, 16, [5, 9, 70], [2, 9, 60], 2)])
+    (4, 16, [5, 9, 70], [2, 9, 60], 2), (16, 32, [1, 3, 1], [390, 130, 5], 2)])
 def test_paged_attention(bs, hs, news, lengths, splits, dtype, kernels):
     args, plain = pages(bs, 3, hs, news, lengths, dtype)
     got = paged_attention(*args, max(news), splits)
@@ -159,7 +159,7 @@ def test_paged_attention(bs, hs, news, lengths, splits, dtype, kernels):
 @needs_triton
 @pytest.mark.parametrize("bs,nh,hs,news,lengths,splits", [
     (16, 2, 16, [1, 1, 1], [1, 16, 33], None), (4, 3, 20, [5, 1, 3], [5, 30, 9], 4), (8, 1, 64, [2, 5], [70, 8], 2),
-    (16, 2, 24, [1, 40, 150], [90, 40, 170], None)])
+    (16, 2, 24, [1, 40, 150], [90, 40, 170], None), (8, 1, 16, [2, 5, 1], [310, 8, 290], 2)])
 def test_new_keys_and_values_are_seen_and_put_into_their_slots(bs, nh, hs, news, lengths, splits, kernels):
     (q, k, v, table, length, start), _ = pages(bs, nh, hs, news, lengths, torch.float32)
     places = [(r, length - n + j) for r, (n, length) in enumerate(zip(news, lengths)) for j in range(n)]
