@@ -45,7 +45,9 @@ MODES = {2: [dict(), dict(zero=1), dict(zero=2), dict(zero=3), dict(tp=2), dict(
              dict(pp=2, ep=2, top_k=2), dict(tp=2), dict(tp=2, zero=1), dict(tp=2, zero=2), dict(tp=2, zero=3), dict(ep=2, zero=2),
              dict(ep=2, tp=2, top_k=2, bias=False), dict(ep=4, zero=1), dict(ep=2, zero=3, top_k=2),
              dict(pp=2, tp=2, slices=[1, 4, 3]), dict(pp=2, zero=3, recompute=True)],
-         8: [dict(pp=2, ep=2), dict(pp=2, tp=2, zero=2), dict(pp=4, schedule="interleaved", zero=1)]}
+         8: [dict(pp=2, ep=2), dict(pp=2, tp=2, zero=2), dict(pp=4, schedule="interleaved", zero=1), dict(pp=4, tp=2),
+             dict(pp=2, tp=2, zero=3), dict(ep=2, tp=2, zero=3), dict(pp=2, ep=2, tp=2, top_k=2),
+             dict(pp=2, ep=2, tp=2, zero=3, schedule="gpipe", recompute=True)]}
 MOE = dict(n_expert=4, capacity_factor=0.7, aux_weight=0.1)
 
 
