@@ -993,8 +993,8 @@ def config_of(ckpt):
 def tokenizer_of(ckpt):
     """The Tokenizer of a checkpoint's dictionary. One whose file is gone leaves the ids, and a note that says so."""
     kind, file, end = ckpt["tokenizer"], ckpt.get("tokenizer_file"), ckpt.get("end")
-    if kind == "gpt2" and not file.is_file():
-        return Tokenizer("ids", None, end, f"there is no {file}, so that tokens are shown as numbers")
+    if kind == "gpt2" and not (file and file.is_file()):
+        return Tokenizer("ids", None, end, f"there is no {file or 'tokenizer'}, so that tokens are shown as numbers")
     return Tokenizer(kind, file, end)
 
 

@@ -931,7 +931,7 @@ class Engine:
         self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         self.history = torch.zeros(max_batch, self.limit + 2 * self.ahead + 2, dtype=torch.int64, device=self.device)
         self.firsts = {}                                                     # by tokens of a request: Layout.first
-        self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
+        self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0, waited=0.0)     # seconds, for the device
 
     def cache(self, model):
         """Pages for a model's keys and values, with a block more than the pool's, for rows without a request."""
@@ -1000,6 +1000,9 @@ class Engine:
     @property
     def busy(self):
         return bool(self.waiting or self.running or self.flying)
+
+    def restart_stats(self):
+        self.stats.update(dict.fromkeys(self.stats, 0))
 
     def run(self):
         """Yields (request, token) as they come, until all have ended. Who leaves it and comes back misses none."""
@@ -1218,7 +1221,11 @@ class Engine:
                 sent[:size] = x[:size]
                 x = torch.from_numpy(x[:size].copy())
                 mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
-        return requests, rows, self.replay(self.decode_rows, *self.key(size, requests))
+        key, begin = self.key(size, requests), time.perf_counter()
+        tokens = self.replay(self.decode_rows, *key)
+        if self.device.type != "cuda":      # else this only asks for it
+            self.stats["waited"] += time.perf_counter() - begin
+        return requests, rows, tokens
 
     def key(self, size, requests):
         """What fixes the shape of a step of decoding: the arguments of decode_rows."""
@@ -1335,10 +1342,11 @@ class Engine:
 
     def land(self):
         """Takes in the tokens of the oldest step under way."""
-        drawn, where, most, tokens, event = self.flying.popleft()
+        (drawn, where, most, tokens, event), begin = self.flying.popleft(), time.perf_counter()
         if event:
             event.synchronize()
         tokens, failed = tokens.tolist(), None
+        self.stats["waited"] += time.perf_counter() - begin
         for r, i in zip(drawn, where):
             r.flying, r.most = r.flying - 1, r.most - most
             if not r.done:      # else it ended while this was under way
@@ -1484,7 +1492,7 @@ def served(engine, prompts, new, temperature=0.0):
     runs, want = [], 3 if engine.graph else 1
     for attempt in range(3 * want):
         engine.pool, known = BlockPool(len(engine.pool.users), engine.bs), len(engine.graphs)
-        engine.stats.update(dict.fromkeys(engine.stats, 0))
+        engine.restart_stats()
         result = serve(engine, prompts, new, temperature)
         if attempt and known == len(engine.graphs):
             runs.append(result)

@@ -61,7 +61,8 @@ def options():
                    "by how many are kept and what they cost here, on which a text that is drawn then depends "
                    "(default: 4)")
     p.add_argument("--color", action="store_true", help="with --speculative, show who wrote what: green, a draft that "
-                   "was kept; red, the model, in the place of a draft; blue, the model, after all drafts were kept")
+                   "was kept; red, the model, in the place of a draft or where there was none; blue, the model, after "
+                   "all drafts were kept")
     p.add_argument("--seed", type=int, default=1, help="the same seed writes the same text (default: 1)")
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto, the best one here)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="what the model computes in (default: auto, "
@@ -152,10 +153,11 @@ def write_samples(model, tokenizer, draft, args):
             news = sample.text[sample.prompt + shown:]
             colors = [COLORS[who] for who in sample.wrote[shown:]] if args.color else [""] * len(news)
             for color, run in groupby(zip(colors, news), lambda pair: pair[0]):
-                print(color + decode([i for _, i in run if i not in stop]), end="", flush=True)
+                plain = decode([i for _, i in run if i not in stop])
+                print(color + plain + "\033[0m" * args.color, end="", flush=True)      # nobody else's, if it ends here
             shown += len(news)
             if sample.done:
-                print(decode([], final=True) + "\033[0m" * args.color, flush=True)
+                print(decode([], final=True), flush=True)
                 bar.update()
                 at, decode = at + 1, None
             else:

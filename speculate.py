@@ -31,8 +31,10 @@ from __future__ import annotations      # kernels name tl.constexpr, also where 
 import math
 import sys
 import time
+from collections import Counter, defaultdict, deque
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -319,8 +321,10 @@ class Speculator(Engine):
         self.draft = Lookup() if draft is None else Model(draft, self)
         self.behind = torch.zeros_like(self.length)      # 1 where a row's last round kept gamma drafts, else 0
         self.steps = torch.arange(self.ahead + 1, device=self.device)
-        self.stats.update(rounds=0, tested=0, accepted=0, written=0, gammas=0, measuring=0.0)
-        self.stats.update(turns=0, seconds=0.0, plain=0.0, drafts=0.0, checks=0.0)      # of steps that only decode
+        self.stats.update(tested=0, accepted=0, written=0, measuring=0.0)
+        self.counts = Counter()                  # of rounds of a request, by the number of their drafts
+        self.turns = defaultdict(list)           # by (rows, gamma), of steps that only decode: seconds, the host's share
+        self.hosts = deque(maxlen=15)            # the latest of the latter
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
@@ -336,6 +340,10 @@ class Speculator(Engine):
         for one in request.samples:
             one.wrote = []
         return request
+
+    def restart_stats(self):
+        super().restart_stats()
+        self.counts.clear(), self.turns.clear()
 
     # ---- on the host
 
@@ -371,9 +379,10 @@ class Speculator(Engine):
             begin = time.perf_counter()
             self.costs[size] = self.measure(size, how)
             self.stats["measuring"] += time.perf_counter() - begin
-        if self.auto and self.stats["tested"]:
-            _, c, more = self.costs[size]
-            self.gamma = max(range(1, self.ahead + 1), key=lambda n: speedup(self.alpha, n, c, 1 + more * n))
+        if self.auto and self.stats["tested"] and self.hosts:
+            host = median(self.hosts)
+            self.gamma = max(range(1, self.ahead + 1), key=lambda n: (
+                tokens_a_call(self.alpha, n) / self.turn_seconds(self.cost(size, n)[1], host)))
         beyond = all(len(r.text) - r.start >= self.draft.limit for r in requests)      # where the draft can't follow
         self.decoding = size, 0 if beyond else self.gamma
         return size, how, self.decoding[1]
@@ -383,37 +392,52 @@ class Speculator(Engine):
         """The share of the drafts looked at that was kept."""
         return self.stats["accepted"] / max(1, self.stats["tested"])
 
-    def measure(self, size, how, repeats=3):
-        """For rows 0 .. size - 1 -> seconds of a step of an Engine's decoding; and in terms of that a draft's call, c,
-        and what each draft adds to the target's. For when a step is about to begin, and has room for what this writes;
-        it leaves the state as it was."""
-        gamma, restore = self.gamma, self.keep()
-        step, propose, decode = (partial(self.replay, *call) for call in (
-            (super().decode_rows, size, how), (self.propose, size, how, gamma), (self.decode_rows, size, how, gamma)))
+    def measure(self, size, how):
+        """For rows 0 .. size - 1 -> seconds of the device: those of a step of an Engine's decoding; numbers of drafts,
+        one or, for "auto", the least and the most; for each of them the drafts' seconds, and a round's. For when a step
+        is about to begin, and has room for what this writes; it leaves the state as it was."""
+        gammas, restore = sorted({1, self.ahead}) if self.auto else [self.gamma], self.keep()
+        step = partial(self.replay, super().decode_rows, size, how)
+        calls = [lambda: None, step] + [partial(self.replay, f, size, how, gamma)
+                                        for f in (self.propose, self.decode_rows) for gamma in gammas]
 
         def timed(f):
-            def run():
-                # A step first: while a device is at it the host goes ahead, so that the device is what is timed.
-                for each in [step] + [f] * repeats:
-                    each()
-                    restore()
-            with torch.inference_mode():
-                return seconds(run, self.device, 3) / repeats
-        nothing, plain, drafts, both = map(timed, (lambda: None, step, propose, decode))
-        plain, drafts, both = (max(1e-9, x - nothing) for x in (plain, drafts, both))
-        return plain, drafts / gamma / plain, max(0.0, both - drafts - plain) / gamma / plain
+            begin = time.perf_counter()
+            for each in (step, f):      # a step first: while a device is at it the host goes ahead, so that in the end
+                each()                  # the device is what takes the time
+                restore()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - begin
+        with torch.inference_mode():
+            for f in calls:      # once for what is captured or compiled
+                timed(f)
+            taken, start = [], time.perf_counter()
+            while len(taken) < 3 or len(taken) < 15 and time.perf_counter() - start < 0.5:
+                taken.append([timed(f) for f in calls])                      # in turn: what disturbs, disturbs all
+        taken = np.array(taken)                                              # (repeats, calls)
+        plain, *more = np.maximum(1e-9, np.median(taken[:, 1:] - taken[:, :1], 0))
+        drafts, rounds = more[:len(gammas)], more[len(gammas):]
+        return plain, gammas, drafts, np.maximum(rounds, np.add(drafts, plain))
+
+    def cost(self, size, gamma):
+        """Seconds of the device for gamma drafts, and for a round of them; between what was measured, a line."""
+        plain, gammas, drafts, rounds = self.costs.get(size, (math.nan, [1], [math.nan], [math.nan]))
+        return (np.interp(gamma, gammas, drafts), np.interp(gamma, gammas, rounds)) if gamma else (0.0, plain)
+
+    def turn_seconds(self, device, host):
+        """What a step takes, of which the device's part and the host's take so long: side by side, or in turn."""
+        return max(device, host) if self.lag else device + host
 
     def turn(self):
-        """A step; those that only decode are timed, but for what is captured or measured in them. Beside that is put
-        what `measure` found: plain decoding, drafts, and what checking them adds."""
-        start, before, self.decoding = time.perf_counter(), len(self.graphs) + len(self.costs), None
+        """A step; those that only decode are timed, but for what is captured or measured in them."""
+        begin, waited = time.perf_counter(), self.stats["waited"]
+        before, self.decoding = len(self.graphs) + len(self.costs), None
         super().turn()
         if self.decoding and before == len(self.graphs) + len(self.costs):
-            size, gamma = self.decoding
-            plain, c, more = self.costs.get(size, [math.nan] * 3)
-            for name, value in (("turns", 1), ("seconds", time.perf_counter() - start), ("plain", plain),
-                                ("drafts", plain * c * gamma), ("checks", plain * more * gamma)):
-                self.stats[name] += value
+            taken = time.perf_counter() - begin
+            self.hosts.append(taken - (self.stats["waited"] - waited))
+            self.turns[self.decoding].append((taken, self.hosts[-1]))
 
     def take(self, r, tokens):
         """Tokens of a round, and the number of its drafts."""
@@ -427,8 +451,8 @@ class Speculator(Engine):
             super().take(r, tokens)
         finally:      # also if what followed them was no number
             r.wrote += (["draft"] * n + ["bonus" if 0 < count == n else "target"])[:len(r.text) - before]
-            for name, value in (("rounds", 1), ("accepted", n), ("tested", min(n + 1, count)), ("gammas", gamma),
-                                ("written", len(r.text) - before)):
+            self.counts[count] += 1
+            for name, value in (("accepted", n), ("tested", min(n + 1, count)), ("written", len(r.text) - before)):
                 self.stats[name] += value
 
     # ---- on the device
@@ -479,7 +503,10 @@ class Speculator(Engine):
         return self.draft.propose(self, size, how, gamma, self.begin_round(size, gamma))
 
     def decode_rows(self, size, how, gamma):
-        """A round for rows 0 .. size - 1, as end_round gives it."""
+        """A round for rows 0 .. size - 1, as end_round gives it. Without drafts it's a plain step."""
+        if not gamma:
+            token = super().decode_rows(size, how)                           # (size, 1)
+            return torch.cat([token, torch.zeros_like(token)], 1)
         _, numbers, shares = (x[:size] for x in self.on_device)
         now = self.begin_round(size, gamma)
         q = self.draft.propose(self, size, how, gamma, now)                  # (size, gamma, V)
@@ -492,18 +519,28 @@ class Speculator(Engine):
 
 
 def figures(engine):
-    """What a Speculator has done, {alpha, gamma, c, check as for `speedup`; calls: tokens a call of the target,
-    predicted and measured; speedup: against plain decoding as `measure` found it, likewise; tested: drafts that were
-    looked at}. Times are NaN where there was too little to measure; None if there was no round at all."""
-    s, alpha = engine.stats, engine.alpha
-    if not s["rounds"]:
+    """What a Speculator has done, {alpha, c, check as for `speedup`; gamma: drafts of a round that has any; calls:
+    tokens a call of the target, predicted and measured; speedup: against plain decoding, likewise; tested: drafts that
+    were looked at; without: the share of rounds that had none; auto}. Plain decoding takes what `measure` found, and
+    what the host takes beside it. NaN where there was too little to measure; None if there was no round at all."""
+    rounds, alpha, found = sum(engine.counts.values()), engine.alpha, []
+    if not rounds:
         return None
-    gamma, calls = s["gammas"] / s["rounds"], s["written"] / s["rounds"]
-    plain, each = (s[name] / s["turns"] if s["turns"] else math.nan for name in ("plain", "seconds"))
-    c, check = s["drafts"] / max(s["plain"], 1e-30) / max(gamma, 1e-9), 1 + s["checks"] / max(s["plain"], 1e-30)
-    return dict(tested=s["tested"], alpha=alpha, gamma=gamma, c=c, check=check,
-                calls=(tokens_a_call(alpha, gamma), calls),
-                speedup=(speedup(alpha, gamma, c, check), calls * plain / each))
+    for (size, gamma), turns in engine.turns.items():
+        taken, host = np.median(turns, 0)
+        (_, plain), (drafts, device) = engine.cost(size, 0), engine.cost(size, gamma)
+        seconds = taken, engine.turn_seconds(plain, host), engine.turn_seconds(device, host), drafts
+        found.append([gamma, *(len(turns) * x for x in (1, *seconds))])
+    gamma, n, taken, plain, predicted, drafts = np.array(found).reshape(-1, 6).T               # (kinds of steps,) each
+    some, drafted = gamma > 0, gamma * n
+    calls = (sum(n * tokens_a_call(alpha, count) for count, n in engine.counts.items()) / rounds,
+             engine.stats["written"] / rounds)
+    with np.errstate(invalid="ignore"):                                      # 0 / 0
+        one, gamma = plain[some].sum() / n[some].sum(), drafted.sum() / n[some].sum()
+        return dict(tested=engine.stats["tested"], without=engine.counts[0] / rounds, auto=engine.auto, alpha=alpha,
+                    gamma=gamma, c=drafts.sum() / drafted.sum() / one, calls=calls,
+                    check=(predicted - drafts)[some].sum() / plain[some].sum(),
+                    speedup=tuple(float(call * plain.sum() / x.sum()) for call, x in zip(calls, (predicted, taken))))
 
 
 def sentence(f, kind):
@@ -511,8 +548,9 @@ def sentence(f, kind):
     if not f["tested"]:
         return (f"drafts by {kind}: there was none to look at; none is made past the draft's context, at the end of a "
                 "text, or of what didn't occur before")
-    text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}, {f['calls'][1]:.2f} tokens a call of "
-            f"the target (predicted {f['calls'][0]:.2f})")
+    text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}" + (
+        f" in {1 - f['without']:.0%} of the calls of the target, none in the others" if f["without"] > 0.005 else "")
+        + f", {f['calls'][1]:.2f} tokens a call (predicted {f['calls'][0]:.2f})")
     predicted, measured = f["speedup"]
     if math.isnan(measured):
         return f"{text}; too little text to measure the time"
@@ -520,12 +558,13 @@ def sentence(f, kind):
              f"{f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
     if measured >= 1:
         return text
-    each = (f["check"] - 1) / max(f["gamma"], 1e-9)
-    best = max(range(1, 9), key=lambda n: speedup(f["alpha"], n, f["c"], 1 + each * n))
-    most = speedup(f["alpha"], best, f["c"], 1 + each * best) * min(1.0, measured / predicted)
-    advice = f"gamma = {best} might, with {most:.2f}" if most > 1 else "leave out --speculative"
-    return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {f['c'] + each:.2f} of the "
-            f"target's step, and it is kept with probability {f['alpha']:.2f}; {advice}")
+    w = f["without"]
+    most = max((w + (1 - w) * tokens_a_call(f["alpha"], n)) / (1 + (1 - w) * f["c"] * n) for n in range(1, 9))
+    pays = not f["auto"] and most * min(1.0, measured / predicted) > 1      # if checking cost nothing
+    advice = "--gamma=auto might find a gamma that pays" if pays else "leave out --speculative"
+    each = f["c"] + (f["check"] - 1) / f["gamma"]
+    return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {each:.2f} of the target's step, "
+            f"and it is kept with probability {f['alpha']:.2f}; {advice}")
 
 
 def draft_beside(ckpt):
@@ -579,7 +618,7 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
     new = max(1, min(256, target.config.block_size - T))
     print(f"2  {target.num_params():,} parameters, draft of {draft.num_params():,}, on {device}; {T} + {new} tokens\n"
           f"   {'':22}{'alpha':>6}{'c':>6}{'check':>7}{'tokens a call':>15}{'measured':>10}{'speed-up':>10}"
-          f"{'measured':>10}{'with prompts':>14}{'tokens/s':>10}")
+          f"{'measured':>10}{'whole texts':>14}{'tokens/s':>10}")
     for R, temperature in ((1, 0.0), (1, 1.0), (16, 0.0), (16, 1.0)):
         n = max(R, 4) if device.type == "cuda" else R      # one after the other, if there are more
         prompts = [ids[at:at + T] for at in np.linspace(0, len(ids) - T, n + 1).astype(int)[1:].tolist()]
@@ -605,7 +644,8 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
 
 def chapter(argv=None):
     p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0], epilog="c: what a draft costs in terms of "
-                "the target's step; check: the target's call on gamma + 1 tokens, likewise")
+                "the target's step; check: the target's call on gamma + 1 tokens, likewise; speed-up: of steps in which "
+                "all decode; whole texts: with their prompts, and until the last has ended")
     p.add_argument("--ckpt", help="the target, a checkpoint or a folder (default: out/ckpt.pt)")
     p.add_argument("--draft", help="the draft, likewise (default: draft.pt beside the target)")
     p.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6, 8], help="(default: 1 2 4 6 8)")

@@ -261,7 +261,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.skipif(flash.triton is None or not paged.recent(), reason="needs Triton 3.5, for products of a few rows")
-@pytest.mark.parametrize("limit,gamma,how", [(LIMIT, 3, "greedy"), (LIMIT // 4, 3, "warm"), (LIMIT // 4, 0, "plain")])
+@pytest.mark.parametrize("limit,gamma,how", [(LIMIT, 3, "greedy"), (LIMIT // 4, 3, "warm"), (LIMIT // 4, 1, "plain")])
 def test_a_round_is_kernels_alone(target, limit, gamma, how, kernels):
     model, draft = copy.deepcopy(target).half(), random_model(1, block_size=limit).half()
     engine = Speculator(model, 20, 4, 1, draft=draft, gamma=3)
@@ -299,7 +299,7 @@ def test_kernels_write_torchs_texts(draft, monkeypatch, kernels):
 
     def written():
         engine = Speculator(target, blocks, 4, 5, 16, draft=who, gamma=gamma, graph=False)
-        engine.costs = dict.fromkeys(range(9), (1.0, 0.05, 0.0))
+        engine.costs = dict.fromkeys(range(9), (1.0, [1, 8], [0.05, 0.4], [1.05, 1.4]))
         texts = [one for prompt, n, how in asked for one in engine.add(prompt, n, seed=n, n=1 + n // 7, **how).samples]
         drain(engine)
         return [(r.tokens, r.wrote) for r in texts], {k: v for k, v in engine.stats.items() if type(v) is int}
@@ -460,9 +460,13 @@ def test_accept_refuses_what_it_cannot_judge():
 
 
 def test_the_advice_is_not_what_was_just_tried():
-    said = dict(tested=9, alpha=0.7, gamma=1.0, c=0.4, check=1.1, calls=(1.7, 1.7), speedup=(1.13, 0.9))
+    said = dict(tested=9, alpha=0.7, gamma=1.0, c=0.6, check=1.1, calls=(1.7, 1.7), speedup=(1.0, 0.9), auto=False,
+                without=0.0)
     assert "leave out --speculative" in sentence(said, "x")
-    assert "gamma = 2 might, with 1.23" in sentence(dict(said, gamma=8.0, c=0.1, check=2.6, speedup=(1.0, 0.9)), "x")
+    cheap = dict(said, gamma=8.0, c=0.1, check=2.6)
+    assert "--gamma=auto might" in sentence(cheap, "x") and "leave out" in sentence(dict(cheap, auto=True), "x")
+    assert "leave out" in sentence(dict(cheap, without=0.9, speedup=(1.0, 0.6)), "x")
+    assert "gamma 8 in 25% of the calls" in sentence(dict(cheap, without=0.75), "x")
     assert "none to look at" in sentence(dict(said, tested=0), "x")
 
 
@@ -496,11 +500,42 @@ def test_what_was_before_is_looked_up():
 def test_gamma_follows_acceptance_and_cost(target):
     for draft, least, most in ((target, 6, 8), (random_model(1), 1, 2)):
         engine = Speculator(target, 100, 4, 4, draft=draft, gamma="auto")
-        engine.costs = dict.fromkeys(range(9), (1.0, 0.05, 0.0))      # else they are measured, and this machine's
+        engine.costs = dict.fromkeys(range(9), (1.0, [1, 8], [0.05, 0.4], [1.05, 1.4]))      # else this machine's
         for _ in range(8):
             engine.add(ids(3), 30, 0.0)
         drain(engine)
         assert least <= engine.gamma <= most
+
+
+def test_what_a_round_costs_is_a_line_between_what_was_measured(target):
+    engine = Speculator(target, 100, 4, draft=target, gamma="auto")
+    engine.costs[1] = 1.0, [1, 8], [0.1, 0.8], [2.0, 2.7]
+    assert engine.cost(1, 0) == (0.0, 1.0) and engine.cost(1, 4) == pytest.approx((0.4, 2.3))
+    engine.lag = 0
+    assert engine.turn_seconds(3.0, 1.0) == 4.0
+    engine.lag = 1
+    assert engine.turn_seconds(3.0, 1.0) == engine.turn_seconds(1.0, 3.0) == 3.0
+
+
+def test_figures_of_known_times(target):
+    """Two kinds of steps, with drafts and without, on a host that waits for the device and one that doesn't."""
+    engine = Speculator(target, 100, 4, draft=target, gamma=3)
+    engine.costs[2] = 1.0, [3], [0.6], [2.0]
+    engine.turns.update({(2, 3): [(2.5, 0.5), (2.5, 0.5), (9.0, 0.5)], (2, 0): [(1.5, 0.5)]})
+    engine.counts.update({3: 4, 1: 2, 0: 2})
+    engine.stats.update(accepted=7, tested=14, written=15)
+    calls = (4 * 1.875 + 2 * 1.5 + 2) / 8
+    for lag, plain, predicted, check in ((0, 1.5, 3 * 2.5 + 1.5, (2.5 - 0.6) / 1.5), (1, 1.0, 3 * 2.0 + 1.0, 1.4)):
+        engine.lag = lag
+        f = figures(engine)
+        assert (f["alpha"], f["gamma"], f["without"], f["tested"]) == (0.5, 3.0, 0.25, 14)
+        assert f["calls"] == pytest.approx((calls, 15 / 8)) and f["c"] == pytest.approx(0.2 / plain)
+        assert f["check"] == pytest.approx(check)
+        assert f["speedup"] == pytest.approx((calls * 4 * plain / predicted, 15 / 8 * 4 * plain / (3 * 2.5 + 1.5)))
+    engine.costs.clear()
+    assert math.isnan(figures(engine)["speedup"][1]) and "too little" in sentence(figures(engine), "x")
+    engine.restart_stats()
+    assert figures(engine) is None
 
 
 def test_bad_requests_are_refused_in_a_sentence(target):
@@ -564,18 +599,19 @@ def test_measuring_changes_nothing(target, lag):
 
 
 def test_where_the_draft_cannot_follow_none_is_asked(target, monkeypatch):
-    """Past the draft's positions a round has no drafts; a new context begins with drafts again."""
+    """Past the draft's positions a step is a plain one; a new context begins with drafts again."""
     draft = random_model(1, block_size=LIMIT // 4)
     engine, asked = Speculator(target, 50, 4, 2, draft=draft, gamma=3), []
     propose = engine.draft.propose
     monkeypatch.setattr(engine.draft, "propose", lambda engine, size, how, gamma, now: asked.append(
-        now.total[:, 0].tolist() * (gamma > 0)) or propose(engine, size, how, gamma, now))
+        now.total[:, 0].tolist()) or propose(engine, size, how, gamma, now))
     engine.lag, engine.graph = 0, False
     prompts = [ids(3), ids(4)]
     texts = [engine.add(prompt, LIMIT + 20, 0.0) for prompt in prompts]
     drain(engine)
     assert [r.tokens for r in texts] == [greedy(target, prompt, LIMIT + 20) for prompt in prompts]
-    assert [] in asked and all(min(n for n in lengths if n) < LIMIT // 4 for lengths in asked if lengths)
+    assert all(min(n for n in lengths if n) < LIMIT // 4 for lengths in asked)
+    assert {gamma for _, gamma in engine.turns} == {0, 3} and figures(engine)["without"] > 0
 
 
 def test_where_greedy_texts_part_is_found(target):
