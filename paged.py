@@ -931,7 +931,8 @@ class Engine:
         self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         self.history = torch.zeros(max_batch, self.limit + 2 * self.ahead + 2, dtype=torch.int64, device=self.device)
         self.firsts = {}                                                     # by tokens of a request: Layout.first
-        self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0, waited=0.0)     # seconds, for the device
+        self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
+        self.waited = 0.0                        # seconds, for the device
 
     def cache(self, model):
         """Pages for a model's keys and values, with a block more than the pool's, for rows without a request."""
@@ -1002,6 +1003,7 @@ class Engine:
         return bool(self.waiting or self.running or self.flying)
 
     def restart_stats(self):
+        """Counts anew from here on."""
         self.stats.update(dict.fromkeys(self.stats, 0))
 
     def run(self):
@@ -1224,7 +1226,7 @@ class Engine:
         key, begin = self.key(size, requests), time.perf_counter()
         tokens = self.replay(self.decode_rows, *key)
         if self.device.type != "cuda":      # else this only asks for it
-            self.stats["waited"] += time.perf_counter() - begin
+            self.waited += time.perf_counter() - begin
         return requests, rows, tokens
 
     def key(self, size, requests):
@@ -1346,7 +1348,7 @@ class Engine:
         if event:
             event.synchronize()
         tokens, failed = tokens.tolist(), None
-        self.stats["waited"] += time.perf_counter() - begin
+        self.waited += time.perf_counter() - begin
         for r, i in zip(drawn, where):
             r.flying, r.most = r.flying - 1, r.most - most
             if not r.done:      # else it ended while this was under way

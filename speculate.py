@@ -431,12 +431,12 @@ class Speculator(Engine):
 
     def turn(self):
         """A step; those that only decode are timed, but for what is captured or measured in them."""
-        begin, waited = time.perf_counter(), self.stats["waited"]
+        begin, waited = time.perf_counter(), self.waited
         before, self.decoding = len(self.graphs) + len(self.costs), None
         super().turn()
         if self.decoding and before == len(self.graphs) + len(self.costs):
             taken = time.perf_counter() - begin
-            self.hosts.append(taken - (self.stats["waited"] - waited))
+            self.hosts.append(taken - (self.waited - waited))
             self.turns[self.decoding].append((taken, self.hosts[-1]))
 
     def take(self, r, tokens):
