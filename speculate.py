@@ -323,7 +323,7 @@ class Speculator(Engine):
         self.steps = torch.arange(self.ahead + 1, device=self.device)
         self.stats.update(tested=0, accepted=0, written=0, measuring=0.0)
         self.counts = Counter()                  # of rounds of a request, by the number of their drafts
-        self.turns = defaultdict(list)           # by (rows, gamma), of steps that only decode: seconds, the host's share
+        self.turns = defaultdict(list)           # by (rows, gamma), of steps of decoding: seconds, the host's share
         self.hosts = deque(maxlen=15)            # the latest of the latter
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
@@ -532,11 +532,14 @@ def figures(engine):
         seconds = taken, engine.turn_seconds(plain, host), engine.turn_seconds(device, host), drafts
         found.append([gamma, *(len(turns) * x for x in (1, *seconds))])
     gamma, n, taken, plain, predicted, drafts = np.array(found).reshape(-1, 6).T               # (kinds of steps,) each
+    if n.sum() < 3:      # one alone may be disturbed
+        plain = plain * math.nan
     some, drafted = gamma > 0, gamma * n
     calls = (sum(n * tokens_a_call(alpha, count) for count, n in engine.counts.items()) / rounds,
              engine.stats["written"] / rounds)
-    with np.errstate(invalid="ignore"):                                      # 0 / 0
-        one, gamma = plain[some].sum() / n[some].sum(), drafted.sum() / n[some].sum()
+    with np.errstate(invalid="ignore"):      # 0 / 0
+        one = plain[some].sum() / n[some].sum()
+        gamma = drafted.sum() / n[some].sum() if some.any() else engine.gamma
         return dict(tested=engine.stats["tested"], without=engine.counts[0] / rounds, auto=engine.auto, alpha=alpha,
                     gamma=gamma, c=drafts.sum() / drafted.sum() / one, calls=calls,
                     check=(predicted - drafts)[some].sum() / plain[some].sum(),
@@ -549,7 +552,7 @@ def sentence(f, kind):
         return (f"drafts by {kind}: there was none to look at; none is made past the draft's context, at the end of a "
                 "text, or of what didn't occur before")
     text = (f"drafts by {kind}: alpha {f['alpha']:.2f}, gamma {f['gamma']:.2g}" + (
-        f" in {1 - f['without']:.0%} of the calls of the target, none in the others" if f["without"] > 0.005 else "")
+        f" in {100 - 100 * f['without']:.2g}% of the calls of the target, none in the others" if f["without"] else "")
         + f", {f['calls'][1]:.2f} tokens a call (predicted {f['calls'][0]:.2f})")
     predicted, measured = f["speedup"]
     if math.isnan(measured):

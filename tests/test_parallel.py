@@ -376,9 +376,9 @@ def pipelines(world, seed):
                 if first:
                     losses += [(loss / one.backward(idx, targets)).item() - 1, (norm / one.step(1e-2)).item() - 1]
             got, want = engine.whole("master"), one.whole("master") if first else {}
-            losses += [(got[name] - want[name]).abs().max().item() for name in want]
+            worst = max(((got[name] - want[name]).abs().max().item() for name in want), default=0.0)
             lists = [parallel.SCHEDULES[schedule](chunks, len(slices or [0]))(s, world, M) for s in range(world)]
-            found.append((schedule, options, M, max(map(abs, losses)), engine.live, simulate(lists).live(dist.get_rank())))
+            found.append((schedule, options, M, max(map(abs, losses)), worst, engine.live, simulate(lists).live(dist.get_rank())))
     return found
 
 
@@ -551,7 +551,8 @@ WORLDS = {}
 
 @pytest.fixture
 def world(request, tmp_path_factory, seed):
-    """The results of all ranks of a world of this size, which ran all its cases once: [{case: result}]."""
+    """The results of all ranks of a world of this size, which ran all its cases once: [{case: result}]. Their seed is
+    that of the first test that asked."""
     size = request.param
     if size not in WORLDS:
         folder = tmp_path_factory.mktemp(f"world{size}")
@@ -564,8 +565,10 @@ def world(request, tmp_path_factory, seed):
                 process.kill()
         files = [folder / f"{rank}.pickle" for rank in range(size)]
         assert all(file.exists() for file in files), texts
-        WORLDS[size] = [pickle.loads(file.read_bytes()) for file in files]
-    return WORLDS[size]
+        WORLDS[size] = seed, [pickle.loads(file.read_bytes()) for file in files]
+    seed, results = WORLDS[size]
+    print(f"the ranks: NANOSCALE_SEED={seed}")
+    return results
 
 
 def of(world, case):
@@ -661,8 +664,10 @@ def test_all_tokens_to_one_expert(world):
 @every(pipelines)
 def test_every_schedule_runs_as_simulated_and_trains_as_one_process(world):
     for found in of(world, "pipelines"):
-        for *what, difference, live, simulated in found:
-            assert difference < 1e-12 and live == simulated, (what, difference, live, simulated)
+        for *what, difference, worst, live, simulated in found:
+            # of losses and norms; of weights, of which Adam moves those with hardly a gradient by that one's rounding
+            assert difference < 1e-12 and worst < 1e-10, (what, difference, worst)
+            assert live == simulated, (what, live, simulated)
 
 
 @every(asynchronous)

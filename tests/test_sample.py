@@ -160,6 +160,8 @@ def test_colors_say_who_wrote_what(ckpt, capsys):
     out, _ = speculate(capsys, ckpt, f"--draft={ckpt}", "--gamma=2", "--temperature=0", "--color", "--prompt=ab")
     plain = write(capsys, ckpt, "--temperature=0", "--prompt=ab")
     assert re.sub("\033\\[\\d+m", "", out) == plain and "\033[32m" in out and "\033[34m" in out
+    codes = re.findall("\033\\[(\\d+)m", out)      # each color ends before the next begins, so that Ctrl-C leaves none
+    assert set(codes[1::2]) == {"0"} and "0" not in codes[::2] and len(codes) % 2 == 0
     out, _ = speculate(capsys, ckpt, "--draft=lookup", "--temperature=0", "--color", "--max_new_tokens=3")
     assert "\033[31m" in out and out.endswith("\033[0m\n")
 

@@ -534,6 +534,10 @@ def test_figures_of_known_times(target):
         assert f["speedup"] == pytest.approx((calls * 4 * plain / predicted, 15 / 8 * 4 * plain / (3 * 2.5 + 1.5)))
     engine.costs.clear()
     assert math.isnan(figures(engine)["speedup"][1]) and "too little" in sentence(figures(engine), "x")
+    engine.costs[2] = 1.0, [3], [0.6], [2.0]
+    for few in ({}, {(2, 3): [(2.5, 0.5)]}):      # as after a text of a few tokens
+        engine.turns.clear(), engine.turns.update(few)
+        assert "gamma 3 in 75% of the calls" in (said := sentence(figures(engine), "x")) and "too little" in said
     engine.restart_stats()
     assert figures(engine) is None
 
