@@ -43,8 +43,8 @@ import torch.nn.functional as F
 
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, seconds, served,
-                   trunk, uniform, uniform_jit, whole)
+from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, served, trunk,
+                   uniform, uniform_jit, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 
@@ -147,10 +147,12 @@ def tokens_a_call(alpha, gamma):
     return (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else gamma + 1
 
 
-def speedup(alpha, gamma, c, check=1.0):
+def speedup(alpha, gamma, c, check=1.0, without=0.0):
     """Against plain decoding, if a call of the draft takes c of one of the target, and the target's on gamma + 1 tokens
-    `check` of one on a single token: 1 in Leviathan et al. 2023, theorem 3.8."""
-    return tokens_a_call(alpha, gamma) / (check + c * gamma)
+    `check` of one on a single token: 1 in Leviathan et al. 2023, theorem 3.8. without: the share of plain steps among
+    the rounds, 0 there."""
+    some = 1 - without
+    return (without + some * tokens_a_call(alpha, gamma)) / (without + some * (check + c * gamma))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -323,8 +325,8 @@ class Speculator(Engine):
         self.steps = torch.arange(self.ahead + 1, device=self.device)
         self.stats.update(tested=0, accepted=0, written=0, measuring=0.0)
         self.counts = Counter()                  # of rounds of a request, by the number of their drafts
-        self.turns = defaultdict(list)           # by (rows, gamma), of steps of decoding: seconds, the host's share
-        self.hosts = deque(maxlen=15)            # the latest of the latter
+        # of the latest steps that only decode: by (rows, gamma), seconds and the host's share; the host's share alone
+        self.turns, self.hosts = defaultdict(partial(deque, maxlen=4096)), deque(maxlen=15)
         self.costs = {}      # by number of rows, as measured if `timing`: what `measure` gives
 
     def caches(self):
@@ -380,9 +382,9 @@ class Speculator(Engine):
             self.costs[size] = self.measure(size, how)
             self.stats["measuring"] += time.perf_counter() - begin
         if self.auto and self.stats["tested"] and self.hosts:
-            host = median(self.hosts)
-            self.gamma = max(range(1, self.ahead + 1), key=lambda n: (
-                tokens_a_call(self.alpha, n) / self.turn_seconds(self.cost(size, n)[1], host)))
+            host, some = median(self.hosts), range(1, self.ahead + 1)
+            self.gamma = max(zip(some, self.cost(size, some)[1]), key=lambda each: (
+                tokens_a_call(self.alpha, each[0]) / self.turn_seconds(each[1], host)))[0]
         beyond = all(len(r.text) - r.start >= self.draft.limit for r in requests)      # where the draft can't follow
         self.decoding = size, 0 if beyond else self.gamma
         return size, how, self.decoding[1]
@@ -421,9 +423,10 @@ class Speculator(Engine):
         return plain, gammas, drafts, np.maximum(rounds, np.add(drafts, plain))
 
     def cost(self, size, gamma):
-        """Seconds of the device for gamma drafts, and for a round of them; between what was measured, a line."""
+        """Seconds of the device for gamma drafts, and for a round of them; between what was measured, a line. gamma: a
+        number, or several above 0."""
         plain, gammas, drafts, rounds = self.costs.get(size, (math.nan, [1], [math.nan], [math.nan]))
-        return (np.interp(gamma, gammas, drafts), np.interp(gamma, gammas, rounds)) if gamma else (0.0, plain)
+        return (np.interp(gamma, gammas, drafts), np.interp(gamma, gammas, rounds)) if np.all(gamma) else (0.0, plain)
 
     def turn_seconds(self, device, host):
         """What a step takes, of which the device's part and the host's take so long: side by side, or in turn."""
@@ -529,8 +532,8 @@ def figures(engine):
     for (size, gamma), turns in engine.turns.items():
         taken, host = np.median(turns, 0)
         (_, plain), (drafts, device) = engine.cost(size, 0), engine.cost(size, gamma)
-        seconds = taken, engine.turn_seconds(plain, host), engine.turn_seconds(device, host), drafts
-        found.append([gamma, *(len(turns) * x for x in (1, *seconds))])
+        each = 1, taken, engine.turn_seconds(plain, host), engine.turn_seconds(device, host), drafts
+        found.append([gamma, *(len(turns) * x for x in each)])
     gamma, n, taken, plain, predicted, drafts = np.array(found).reshape(-1, 6).T               # (kinds of steps,) each
     if n.sum() < 3:      # one alone may be disturbed
         plain = plain * math.nan
@@ -561,9 +564,8 @@ def sentence(f, kind):
              f"{f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
     if measured >= 1:
         return text
-    w = f["without"]
-    most = max((w + (1 - w) * tokens_a_call(f["alpha"], n)) / (1 + (1 - w) * f["c"] * n) for n in range(1, 9))
-    pays = not f["auto"] and most * min(1.0, measured / predicted) > 1      # if checking cost nothing
+    most = max(speedup(f["alpha"], n, f["c"], without=f["without"]) for n in range(1, 9))      # if checking cost nothing
+    pays = not f["auto"] and most * min(1.0, measured / predicted) > 1
     advice = "--gamma=auto might find a gamma that pays" if pays else "leave out --speculative"
     each = f["c"] + (f["check"] - 1) / f["gamma"]
     return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {each:.2f} of the target's step, "
