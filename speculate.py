@@ -564,8 +564,8 @@ def sentence(f, kind):
              f"{f['c']:.2f} of the target's step, and checking makes that {f['check']:.2f} times as long)")
     if measured >= 1:
         return text
-    most = max(speedup(f["alpha"], n, f["c"], without=f["without"]) for n in range(1, 9))      # if checking cost nothing
-    pays = not f["auto"] and most * min(1.0, measured / predicted) > 1
+    most = max(speedup(f["alpha"], n, f["c"], without=f["without"]) for n in range(1, 9))
+    pays = not f["auto"] and most * min(1.0, measured / predicted) > 1      # if checking cost nothing
     advice = "--gamma=auto might find a gamma that pays" if pays else "leave out --speculative"
     each = f["c"] + (f["check"] - 1) / f["gamma"]
     return (f"{text}\nspeculation didn't pay here: making and checking a draft cost {each:.2f} of the target's step, "
@@ -649,8 +649,8 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
 
 def chapter(argv=None):
     p = Options(prog="speculate.py", description=__doc__.split("\n\n")[0], epilog="c: what a draft costs in terms of "
-                "the target's step; check: the target's call on gamma + 1 tokens, likewise; speed-up: of steps in which "
-                "all decode; whole texts: with their prompts, and until the last has ended")
+                "the target's step; check: the target's call on gamma + 1 tokens, likewise; speed-up: of steps in "
+                "which all decode; whole texts: with their prompts, and until the last has ended")
     p.add_argument("--ckpt", help="the target, a checkpoint or a folder (default: out/ckpt.pt)")
     p.add_argument("--draft", help="the draft, likewise (default: draft.pt beside the target)")
     p.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6, 8], help="(default: 1 2 4 6 8)")
