@@ -28,6 +28,7 @@ import argparse
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -207,23 +208,27 @@ class Processes:
         raise Unreachable(f"{self.size} processes were announced and didn't all come")
 
     def beat(self):
-        """Says once a second that this process lives, also while it waits for another."""
+        """Says once a second that this process lives, also while it waits for another. With the store torchrun is gone,
+        and nobody else would end what it started."""
         try:
             while not self.ended.wait(1):
                 self.store.add(f"beat {self.rank}", 1)
-        except RuntimeError:      # the store is gone, and with it whoever would read this
-            pass
+        except RuntimeError:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def gone(self):
-        """The ranks that don't live any more. A process that ends because of another says so first, and isn't meant."""
+        """Which ranks don't live any more, in words; "" if all do. A process that ends because of another says so
+        first, and isn't meant."""
         try:
             self.store.set(f"leaves {self.rank}", "")
             before = [self.store.add(f"beat {rank}", 0) for rank in range(self.size)]
             time.sleep(3)
-            return [rank for rank in range(self.size) if self.store.add(f"beat {rank}", 0) == before[rank]
-                    and not self.store.check([f"leaves {rank}"])]
-        except RuntimeError:      # the process that kept the store
-            return [0]
+            ranks = [rank for rank in range(self.size) if self.store.add(f"beat {rank}", 0) == before[rank]
+                     and not self.store.check([f"leaves {rank}"])]
+        except RuntimeError:
+            return "torchrun or rank 0, which kept the store, is gone, so this one ends too"
+        who = f"ranks {', '.join(map(str, ranks))} are" if len(ranks) > 1 else f"rank {ranks[0]} is" if ranks else ""
+        return who and f"{who} gone, so this one ends too"
 
     def gather(self, text):
         """Every process's text, on all of them."""
@@ -286,9 +291,7 @@ def joined():
     except RuntimeError as error:
         if processes.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        gone = processes.gone()
-        who = f"ranks {', '.join(map(str, gone))} are" if len(gone) > 1 else f"rank {gone[0] if gone else '?'} is"
-        raise Unreachable(f"{who} gone, so this one ends too") from None
+        raise Unreachable(processes.gone() or f"the other ranks can't be reached: {error}") from None
     if processes.size > 1:
         processes.ended.set()
         processes.heart.join()      # a thread that is in the store when Python ends would abort the process

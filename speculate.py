@@ -32,6 +32,7 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict, deque
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -599,20 +600,37 @@ def show_acceptance(n=100_000, V=50, gamma=4):
               f"{kept.float().mean() + 1:10.3f}{((first - p).abs() / (p / n).sqrt()).max():43.1f}")
 
 
+def step(logits, dtype):
+    """The distance between neighboring numbers of the dtype, of the largest logit's size. (..., n) -> (...)"""
+    return torch.finfo(dtype).eps * logits.abs().amax(-1).clamp(min=1e-30).log2().floor().exp2()
+
+
 @torch.inference_mode()
 def divergences(model, plain, other):
-    """Where two greedy texts of a prompt, Requests, first differ: [(place, difference of the two best logits there, the
-    step between numbers of that size in the model's dtype)] of the pairs that do. Rounding differs with the number of
-    tokens in a call, so that in 16 bits either of two nearly equal tokens may come first."""
+    """Where two greedy texts of a prompt, Requests, first differ: [(place, how many of the dtype's steps the two best
+    logits are apart there)] of the pairs that do. Rounding differs with the number of tokens in a call, so that in
+    16 bits either of two nearly equal tokens may come first."""
     found = []
     for a, b in zip(plain, other):
         at = next((i for i, (x, y) in enumerate(zip(a.text, b.text)) if x != y), None)
         if at is not None:
             idx = torch.tensor([a.text[:at]], device=model.table.device)
-            best = model(idx)[0, -1].topk(2).values.float()
-            size = 2.0 ** math.floor(math.log2(max(float(best.abs().max()), 1e-30)))
-            found.append((at - a.prompt, float(best[0] - best[1]), torch.finfo(model.table.dtype).eps * size))
+            best = model(idx)[0, -1].topk(2).values.float()      # (2,)
+            found.append((at - a.prompt, float((best[0] - best[1]) / step(best, model.table.dtype))))
     return found
+
+
+@torch.inference_mode()
+def rounding(model, texts):
+    """How far the dtype moves what two best logits are apart, from what the same weights give in float32: the most over
+    all places of these Requests' texts, in steps."""
+    exact, most = deepcopy(model).float(), 0.0
+    for text in texts:
+        idx = torch.tensor([text.text[:-1]], device=model.table.device)
+        best, which = exact(idx)[0].topk(2)                      # (t, 2)
+        moved = (model(idx)[0].gather(1, which).float() - best).diff(dim=-1).squeeze(-1) / step(best, model.table.dtype)
+        most = max(most, float(moved.abs().max()))
+    return most
 
 
 def show_engine(target, tokenizer, draft, gammas, device, dtype):
@@ -642,9 +660,10 @@ def show_engine(target, tokenizer, draft, gammas, device, dtype):
                   f"{f['calls'][1]:10.2f}{f['speedup'][0]:10.2f}{f['speedup'][1]:10.2f}{plain / taken:14.2f}"
                   f"{n * new / taken:10,.0f}", flush=True)
         if temperature == 0:
-            most = max((gap / step for _, gap, step in apart), default=0)
+            most = max((steps for _, steps in apart), default=0)
             print(f"   {len(apart)} of {count} texts differ from the plain ones" + (
-                f": first where the two best logits are at most {most:.1f} steps of {dtype} apart" if apart else ""))
+                f": first where the two best logits are at most {most:.1f} steps of {dtype} apart, and its rounding "
+                f"moves that by up to {rounding(target, want):.1f} in these texts" if apart else ""))
 
 
 def chapter(argv=None):

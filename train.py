@@ -598,17 +598,18 @@ class Diverged(Exception):
 
 
 class Interrupt:
-    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends the process at once.
+    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends a single process at once.
 
     Among several processes one that waits for a dead one would never see the signal: Python's handlers run between two
-    of its instructions. So a thread is woken too, and ends the process if it hasn't ended itself within GRACE seconds
-    (torchrun waits 30)."""
+    of its instructions. Nor does it always see the death: gloo fails what waits for a message, but not what waits for
+    the rest of one (in a pipeline, most times). So a thread is woken too, and ends the process if it hasn't ended
+    itself within GRACE seconds (torchrun, which tells the others of a death by the signal, waits 30)."""
 
     GRACE = 20
 
-    def __init__(self, several):
-        self.number, self.several = None, several
-        if several:
+    def __init__(self, processes):
+        self.number, self.processes, self.several = None, processes, processes.size > 1
+        if self.several:
             self.pipe = os.pipe()
             os.set_blocking(self.pipe[1], False)
             signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
@@ -622,9 +623,10 @@ class Interrupt:
     def watch(self):
         number = os.read(self.pipe[0], 1)[0]
         time.sleep(self.GRACE)
-        print(f"train.py: rank {os.environ['RANK']} was told to stop and had not come to an end after {self.GRACE} s",
-              file=sys.stderr, flush=True)
-        os._exit(128 + number)
+        gone = self.processes.gone()
+        what = gone or f"told to stop, and had not come to an end after {self.GRACE} s"
+        print(f"train.py: rank {self.processes.rank}: {what}", file=sys.stderr, flush=True)
+        os._exit(1 if gone else 128 + number)
 
     def restore(self):
         """Signals mean again what they meant before. Not so among several processes: torchrun's must not keep one of
@@ -1085,7 +1087,7 @@ def run(argv):
         if main:
             announce(args, data, mesh, start)
         run_id = start["run"] if args.resume else mesh.common(time.time_ns())
-        stop = Interrupt(mesh.world.size > 1)
+        stop = Interrupt(processes)
         try:
             text = (score if args.eval_only else train)(jobs, meshes, data, run_id, stop, processes)
         finally:

@@ -864,11 +864,12 @@ def text(tmp_path_factory):
     return path
 
 
-def torchrun(count, out, *options, launcher=()):
+def torchrun(count, out, *options, launcher=(), program="train.py"):
     """train.py by `count` processes, on a port that is free."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *launcher, "train.py",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", *launcher, program,
                *TINY, f"--out={out}", *map(str, options)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def losses(out):
@@ -962,6 +963,43 @@ def test_a_killed_rank_ends_all_and_a_restart_goes_on(text, tmp_path):
     assert process.returncode == 0, err
     a, b = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert a == {**a, **b} and max(b) == 400 and min(b) == begun + 1
+
+
+@needs_proc
+def test_a_killed_torchrun_leaves_a_checkpoint_and_no_process(text, tmp_path):
+    process = torchrun(2, tmp_path, f"--data={text}", "--max_steps=100000", "--tp=2")
+    wait_for_step(tmp_path, 5)
+    ranks = ranks_of(process)
+    process.kill()
+    _, err = process.communicate(timeout=30)      # until the ranks have closed it, too
+    end = time.time() + 5
+    while not ended(ranks) and time.time() < end:
+        time.sleep(0.1)
+    assert len(ranks) == 2 and ended(ranks) and err.count("train.py: stopped and saved") == 1, err
+    assert torch.load(tmp_path / "ckpt.pt", weights_only=True)["step"] == max(losses(tmp_path)) >= 5
+
+
+# train.py, but all it does is to send 64 MB again and again, until the sender is killed: almost surely within a message
+KILLED_WITHIN_A_MESSAGE = """
+import os, signal, sys, threading, torch, torch.distributed as dist, train
+
+def messages(*_):
+    x = torch.zeros(2**24)
+    if dist.get_rank() == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        dist.send(x, 0) if dist.get_rank() == 1 else dist.recv(x, 1)
+
+train.train = messages
+sys.exit(train.main())
+"""
+
+
+def test_a_rank_that_dies_within_a_message_is_named(text, tmp_path):
+    (tmp_path / "program.py").write_text(KILLED_WITHIN_A_MESSAGE)
+    process = torchrun(2, tmp_path / "out", f"--data={text}", program=str(tmp_path / "program.py"))
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and err.count("train.py: rank 0: rank 1 is gone, so this one ends too") == 1, err
 
 
 def test_pipedream_in_four_stages_goes_on_bit_for_bit(text, tmp_path):
