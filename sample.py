@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from model import (DTYPES, Options, UserError, check_sampling, derive, load_model, pick_device, pick_dtype, program)
 from paged import Engine
-from speculate import Speculator, check_pair, draft_beside, figures, sentence
+from speculate import GAMMAS, Speculator, check_pair, draft_beside, figures, sentence
 
 COLORS = {"draft": "\033[32m", "target": "\033[31m", "bonus": "\033[34m"}      # green, red, blue
 
@@ -177,8 +177,8 @@ def check(args):
     if args.gamma is None:
         args.gamma = 4
     elif args.gamma != "auto":
-        if not args.gamma.isascii() or not args.gamma.isdigit() or not 1 <= int(args.gamma) <= 64:
-            raise UserError(f"gamma={args.gamma} must be a number from 1 to 64, or auto")
+        if not args.gamma.isascii() or not args.gamma.isdigit() or int(args.gamma) not in GAMMAS:
+            raise UserError(f"gamma={args.gamma} must be a number from {GAMMAS[0]} to {GAMMAS[-1]}, or auto")
         args.gamma = int(args.gamma)
 
 

@@ -48,6 +48,7 @@ from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap,
                    uniform, uniform_jit, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
+GAMMAS = range(1, 65)      # what the programs take for gamma
 
 # --------------------------------------------------------------------------------------------------------------
 # 1. What is kept
@@ -676,9 +677,9 @@ def chapter(argv=None):
     p.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or mps (default: auto)")
     p.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: auto)")
     args = p.parse(argv)
-    bad = next((gamma for gamma in args.gammas if not 1 <= gamma <= 64), None)
+    bad = next((gamma for gamma in args.gammas if gamma not in GAMMAS), None)
     if bad is not None:
-        raise UserError(f"gammas={bad} must be from 1 to 64")
+        raise UserError(f"gammas={bad} must be from {GAMMAS[0]} to {GAMMAS[-1]}")
     device, ckpt = pick_device(args.device), "out/ckpt.pt" if args.ckpt is None else args.ckpt
     pair = ckpt, draft_beside(ckpt) if args.draft is None else args.draft
     dtype, given = pick_dtype(args.dtype, device), (args.ckpt, args.draft) != (None, None)

@@ -598,7 +598,7 @@ class Diverged(Exception):
 
 
 class Interrupt:
-    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends a single process at once.
+    """SIGINT or SIGTERM asks for a clean end: `number` is then set. The same signal again ends one process at once.
 
     Among several processes one that waits for a dead one would never see the signal: Python's handlers run between two
     of its instructions. Nor does it always see the death: gloo fails what waits for a message, but not what waits for
