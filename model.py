@@ -12,8 +12,8 @@ The one seam. A block computes queries, keys and values and asks a function for 
 
     attend(layer, q, k, v) -> o                    q, k, v, o: (B, nh, T, hs)
 
-Training passes causal attention. A paged cache, a token slice of a pipeline or a kernel passes its own `attend`;
-the model knows nothing of them.
+Without one it's causal attention among the tokens at hand. A paged cache or a token slice of a pipeline passes its own
+`attend`; the model knows nothing of them.
 
 With n_expert > 0 the MLP of a block is a mixture of E experts: a router sends each token to one or two of them, so that
 there are E times the weights at about the cost of one MLP (or two).
@@ -523,8 +523,8 @@ class GPT(nn.Module):
 
 
 def is_matrix(name, p):
-    """Whether weight decay applies to parameter p: to what multiplies activations, hence to no bias (the experts' are
-    (E, C)) and no layer norm."""
+    """Whether weight decay applies to parameter p: to matrices, positions too, hence to no layer norm and no bias (the
+    experts' have two dimensions)."""
     return p.dim() > 1 and not name.endswith("bias")
 
 
@@ -539,9 +539,9 @@ def initial(config, name, shape, seed):
     std = 0.01 if name == "wpe.weight" else 0.02
     if name.endswith(("proj.weight", "proj_weight")):
         std /= math.sqrt(2 * config.n_layer)
-    rows = config.vocab_size if name in ("wte.weight", "head.weight") else shape[0]
+    real = config.vocab_size if name in ("wte.weight", "head.weight") else shape[0]
     p = torch.zeros(shape)                                                   # the padded rows stay zero
-    p[:rows].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
+    p[:real].normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(derive(seed, name)))
     return p
 
 
@@ -560,8 +560,8 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
 
     temperature >= 0 divides the logits; 0 is argmax. top_k >= 1 keeps the k likeliest ids (None, or more than V: all).
     top_p in (0, 1] then keeps the fewest whose probability reaches p (Holtzman et al. 2019). Ties go to the lower id,
-    so top_k=1 is argmax. Each is a number, or a tensor (...,) with one for each row. Speculative decoding needs these
-    very numbers for target and draft. Raises UserError on numbers outside those ranges.
+    so top_k=1 is argmax. They are numbers, or tensors (...,) with one for each row, which are taken as they are.
+    Speculative decoding needs these very numbers for target and draft. Raises UserError on a number that is outside.
     """
     if not isinstance(temperature, torch.Tensor):
         check_sampling(temperature, top_k, top_p)
@@ -569,7 +569,7 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     top_k, top_p = (x[..., None] if isinstance(x, torch.Tensor) else x for x in (top_k, top_p))
     V = logits.size(-1)
     likeliest = torch.arange(V, device=logits.device) == logits.argmax(-1, keepdim=True)      # (..., V)
-    greedy = temperature[..., None] < 1e-6      # the limit; float32 couldn't divide by less
+    greedy = temperature[..., None] < 1e-6      # the limit; 0 / 0 is no number
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature[..., None].clamp(min=1e-6)      # exp can't overflow
     if top_k is None and top_p is None:
@@ -621,6 +621,8 @@ def replacing(path):
     except (OSError, RuntimeError) as error:      # torch's writer turns the first into the second
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError) and cause.filename not in (None, str(part)):      # another file's, being copied
+            raise
+        if not isinstance(cause, OSError) and "writ" not in str(error):      # what was to be written
             raise
         reason = getattr(cause, "strerror", None) or "is the disk full?"
         raise WriteError(f"{path} can't be written: {reason}") from None
@@ -774,8 +776,8 @@ def load_folder(folder):
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no config.json, so it's no model's folder; a checkpoint of train.py is a file")
     config, end = read_config(folder / "config.json")
-    return {"format": CHECKPOINT, "config": asdict(config), "model": Weights(folder, config), "step": 0, "run": 0,
-            "tokenizer": "gpt2", "tokenizer_file": find_tokenizer(folder), "end": end}
+    return {"config": asdict(config), "model": Weights(folder, config), "step": 0, "run": 0, "tokenizer": "gpt2",
+            "tokenizer_file": find_tokenizer(folder), "end": end}
 
 
 @torch.no_grad()
@@ -809,8 +811,9 @@ def write_folder(model, folder, tokenizer):
         file.write(len(text).to_bytes(8, "little") + text)
         for _, x in parts:
             file.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    kept = [file.resolve() for file in (tokenizer.files() if tokenizer else ())]
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):      # of what was here before
-        if not tokenizer or folder / name not in tokenizer.files():
+        if (folder / name).resolve() not in kept:
             (folder / name).unlink(missing_ok=True)
     if tokenizer:
         tokenizer.copy_to(folder)
@@ -1080,6 +1083,9 @@ def program(name, run, argv=None):
         print(file=sys.stderr)
         return 130
     except OSError as error:
+        if error.filename is not None:
+            print(f"{name}: {error.filename} can't be used: {error.strerror}", file=sys.stderr)
+            return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is still buffered goes nowhere
         if isinstance(error, BrokenPipeError):
             return 141

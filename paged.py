@@ -122,7 +122,7 @@ def contiguous_waste(requests, size, reserve):
 
 class BlockPool:
     """num_blocks blocks of block_size tokens. A block is free, or has one or more users; a free one keeps its content,
-    to be found again, until it is needed: the one that has been free for longest goes first."""
+    to be found again, until it is needed: those without content first, then the one free for longest."""
 
     def __init__(self, num_blocks, block_size, hash=hash):
         self.block_size, self.hash = block_size, hash
@@ -378,25 +378,25 @@ def paged_attention(q, k, v, table, length, start, most, splits=None, new=None):
     next to each other: k[..., h, :] at h * hs. All but q must have been written as linear's w.
 
     new: keys and values (N, nh, hs) of the queries' tokens, which aren't in k and v yet, just computed as q was, and
-    slots (N,) int64 where they are to be put, places in the blocks one after the other; nobody's place for a token that
-    only this call is to see."""
+    slots (N,) int64 where they are to be put, places in the blocks one after the other. The kernel sees them also where
+    that is nobody's place; the reference sees what is in the blocks."""
     if not attends(q):
         if new:
             k.flatten(0, 1)[new[2]], v.flatten(0, 1)[new[2]] = new[:2]       # (blocks block_size, nh, hs) at (N,)
         return paged_attention_reference(q, k, v, table, length, start)
     (N, nh, hs), R, HS = q.shape, len(length), max(16, triton.next_power_of_2(q.size(2)))
-    how, out = attention_shape(R, nh, HS, most, table.size(1) * k.size(1), splits), torch.empty_like(q)
-    splits = how["SPLITS"]
+    shape, out = attention_shape(R, nh, HS, most, table.size(1) * k.size(1), splits), torch.empty_like(q)
+    splits = shape["SPLITS"]
     parts = q.new_empty(N, nh, splits, hs, dtype=torch.float32) if splits > 1 else out
     lse = q.new_empty(N, nh, splits, dtype=torch.float32) if splits > 1 else out
     with torch.cuda.device_of(q):
-        paged_kernel[(R, triton.cdiv(most, how["BLOCK_M"]), nh * splits)](
+        paged_kernel[(R, triton.cdiv(most, shape["BLOCK_M"]), nh * splits)](
             q, k, v, table, length, start, *(new or (None, None, None)), parts, lse, nh, hs, q.stride(0),
             new[0].stride(0) if new else 0, k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
             LOG2E / math.sqrt(hs), BLOCK_SIZE=k.size(1), HS=HS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **how, **overlap(q.device))
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **shape, **overlap(q.device))
         if splits > 1:
-            merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, NEXT=how["NEXT"], num_warps=1,
+            merge_kernel[(N * nh,)](parts, lse, out, hs, SPLITS=splits, HS=HS, NEXT=shape["NEXT"], num_warps=1,
                                     **overlap(q.device))
     return out
 
@@ -531,8 +531,8 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
     that is faster, in float32 up to 2, are one kernel. The answer overwrites the residual.
 
     x (N, K) with 1 as its last stride, w (n, K), b (n,), norm: a LayerNorm over K, activation: model.gelu, residual
-    (N, n) -> (N, n). w, b and the norm's weights must have been written before the last kernel that begins after it
-    follows, or does neither: `embed`, say."""
+    (N, n) -> (N, n). w, b and the norm's weights are read before this kernel waits for the one ahead, so they must be
+    older than the latest kernel that lets none begin before it has waited itself, such as `embed`'s."""
     N, (n, K) = len(x), w.shape
     few = 0 < N <= FEW and K <= 16384
     some = (FEW < N <= SOME and x.dtype != torch.float32 and (K <= 2048 or not norm)           # rows fit into registers
@@ -541,11 +541,11 @@ def linear(x, w, b=None, norm=None, activation=None, residual=None):
         y = x.new_empty(N, n) if residual is None else residual
         gain, shift = (norm.weight, norm.bias) if norm else (None, None)
         kernel, rest = (few_rows_kernel, ()) if few else (some_rows_kernel, (N,))
-        how = product_shape(N, n, K, x.element_size())
+        shape = product_shape(N, n, K, x.element_size())
         with torch.cuda.device_of(x):
-            kernel[(triton.cdiv(n, how["BLOCK_N"]),)](
+            kernel[(triton.cdiv(n, shape["BLOCK_N"]),)](
                 x, w, b, gain, shift, y, n, K, x.stride(0), *rest, BIAS=b is not None, NORM=norm is not None,
-                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, **how,
+                SHIFT=shift is not None, GELU=activation is not None, RESIDUAL=residual is not None, **shape,
                 **overlap(x.device))
         return y
     x = norm(x) if norm else x
@@ -612,8 +612,8 @@ def trunk(model, idx, pos, attend):
 # passes it.
 
 def uniform(seed, n):
-    """seed and n int64, (b, m) once expanded to each other -> (b, m) float64 in [0, 1), float32 on MPS: the n-th number
-    of each stream. Splitmix64 (Steele et al. 2014), whose products wrap around 2^64."""
+    """seed and n int64, (b, m) once expanded to each other -> (b, m) float64 in [0, 1), on MPS float32 in [0, 1]: the
+    n-th number of each stream. Splitmix64 (Steele et al. 2014), whose products wrap around 2^64."""
     seed, n = torch.broadcast_tensors(seed, n)
     if not runs_kernels(seed):
         return mixed_bits(seed, n).to(wide(seed)) / 2 ** 53
@@ -657,9 +657,10 @@ def wide(x):
 
 
 def draw(logits, temperature, top_k, top_p, u, how, keep=None, into=None):
-    """logits (N, V); settings (b,), each for N / b rows that follow each other; random numbers u (N,), or None to draw
-    nothing -> tokens (N,) int64, -1 where logits aren't numbers, or None. keep: where the probabilities go, (N, V)
-    float32 with 1 as its last stride. into: a history (N, m) and places in it (N,), where tokens go too, 0 for -1.
+    """logits (N, V); settings (b,), each for N / b rows that follow each other; random numbers u (N,), or None, by
+    which only "greedy" draws -> tokens (N,) int64, -1 where logits aren't numbers, or None if none are drawn. keep:
+    where the probabilities go, (N, V) float32 with 1 as its last stride. into: a history (N, m) and places in it (N,),
+    where tokens go too, 0 for -1.
 
     how, the cheapest way that serves all rows: "greedy", if every temperature is 0 (u isn't looked at), "warm", if none
     is and no row has a top_k or top_p, "plain", if no row has those, else "sorted"."""
@@ -823,7 +824,7 @@ class Request:
         self.max_new_tokens, self.temperature, self.top_k, self.top_p = max_new_tokens, temperature, top_k, top_p
         self.stop, self.state, self.forks, self.samples = frozenset(stop), "waiting", [], [self]
         self.start = 0                     # where in the text its context begins, which has position 0
-        self.flying = self.most = 0        # steps that drew for it and the host hasn't seen; most tokens of theirs
+        self.unseen = self.most = 0        # steps that drew for it and the host hasn't seen; most tokens of theirs
         self.at_hand = False               # whether its newest token was drawn in its row, where the device finds it
         self.row, self.blocks, self.computed = None, [], 0                   # tokens whose keys and values are there
         self.chain, self.registered = (0, 0), 0                              # of full blocks that others can find
@@ -860,16 +861,16 @@ class Layout(NamedTuple):
     slots: torch.Tensor      # (N,) int64, for their keys and values
     table: torch.Tensor      # (R, blocks) int32
     length: torch.Tensor     # (R,) int32, of the contexts
-    first: torch.Tensor      # (R + 1,) int32, each request's first token
+    start: torch.Tensor      # (R + 1,) int32, each request's first token
     most: int                # tokens of a request
 
 
 class Pages:
     """The engine's `attend`: puts the new keys and values into their slots and attends through the block tables, as
-    `layout` says."""
+    `layout` says, the step's Layout, which whoever calls the model sets before."""
 
     def __init__(self, k, v):
-        self.k, self.v = k, v                                                # (L, blocks, block_size, nh, hs)
+        self.k, self.v, self.layout = k, v, None                             # (L, blocks, block_size, nh, hs) each
 
     def __call__(self, layer, q, k, v):
         """q, k, v (1, nh, N, hs), all requests' new tokens one after the other -> (1, nh, N, hs)."""
@@ -879,31 +880,16 @@ class Pages:
         return o.transpose(0, 1)[None]
 
 
-@jit
-def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_ptr, pos_ptr, slot_ptr, length_ptr, n,
-                  limit, bs, spare, total_row, low_row, table_row, numbers_row, history_row, BLOCK: tl.constexpr,
-                  OVERLAP: tl.constexpr):
-    """Engine.layout, a row a program."""
-    follow(OVERLAP, "then")
-    r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    total, low, cap = tl.load(total_ptr + r * total_row), r * 0, tl.load(numbers_ptr + r * numbers_row + 1)
-    if low_ptr is not None:
-        low = tl.maximum(tl.load(low_ptr + r * low_row), 0)
-    place, real, to = total - n + i, i < n, r * n + i
-    pos = tl.minimum(tl.maximum(place, 0), limit - 1)
-    block = tl.load(table_ptr + r * table_row + pos // bs, mask=real, other=0).to(tl.int64)
-    written = (place >= low) & (place < cap)
-    tl.store(id_ptr + to, tl.load(history_ptr + r * history_row + tl.maximum(place, 0), mask=real, other=0), mask=real)
-    tl.store(pos_ptr + to, pos, mask=real)
-    tl.store(slot_ptr + to, tl.where(written, block * bs + pos % bs, spare), mask=real)
-    tl.store(length_ptr + r, total.to(tl.int32))
+RUNS, CAP, OFFSET, SEED, TOP_K = range(5)      # of a row: 1 if it runs; Request.cap; start - prompt; seed; top_k
+TEMPERATURE, TOP_P = range(2)
 
 
 class Engine:
     """Writes texts for many requests at once.
 
     model: GPT in eval mode, on its device; num_blocks of block_size tokens: the cache; max_batch requests run at once;
-    budget: tokens of a step. On CUDA steps that only decode are replayed as CUDA graphs (graph=False: not)."""
+    budget: tokens of a step. On CUDA, where there are kernels, steps that only decode are replayed as CUDA graphs
+    (graph=False: not)."""
 
     ahead = 0      # tokens that a step of decoding may compute beyond the newest: drafts, see speculate.py
 
@@ -916,21 +902,22 @@ class Engine:
         self.vocab, self.limit = model.config.vocab_size, model.config.block_size
         self.pool, self.bs, self.budget = BlockPool(num_blocks, block_size, hash), block_size, max(budget, max_batch)
         self.pages = self.cache(model)
-        self.graph = graph and self.device.type == "cuda"
+        of_a_head = model.table.new_empty(1, model.config.n_embd // model.config.n_head)
+        self.graph = graph and self.device.type == "cuda" and attends(of_a_head)      # the reference asks the device
         self.lag = int(self.device.type == "cuda")
         self.waiting, self.running, self.flying, self.events, self.arrivals = deque(), [], deque(), deque(), count()
         self.rows, self.graphs = list(range(max_batch)), {}                  # free rows, a heap: the lowest is next
         # by row, on the host and on the device: what a step of decoding needs
-        self.table = np.zeros((max_batch, -(-(self.limit + self.ahead) // block_size)), np.int32)
-        self.numbers = np.zeros((max_batch, 5), np.int64)      # 1 if it runs, cap, start - prompt, seed, top_k
-        self.shares = np.ones((max_batch, 2), np.float32)                    # temperature, top_p
+        self.table = np.zeros((max_batch, -(-self.limit // block_size)), np.int32)
+        self.numbers = np.zeros((max_batch, 5), np.int64)                    # columns RUNS to TOP_K
+        self.shares = np.ones((max_batch, 2), np.float32)                    # TEMPERATURE, TOP_P
         self.sent = [x.copy() for x in (self.table, self.numbers, self.shares)]                # what the device has
         self.on_device = [torch.from_numpy(x).to(self.device, copy=True) for x in self.sent]
         # what only the device knows at once: tokens of the context, and each by its place in it, if it was drawn there;
         # past all places are some for what is to be kept nowhere
         self.length = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         self.history = torch.zeros(max_batch, self.limit + 2 * self.ahead + 2, dtype=torch.int64, device=self.device)
-        self.firsts = {}                                                     # by tokens of a request: Layout.first
+        self.starts = {}                                                     # by tokens of a request: Layout.start
         self.stats = dict(steps=0, computed=0, found=0, preempted=0, copied=0)
         self.waited = 0.0                        # seconds, for the device
 
@@ -1019,7 +1006,7 @@ class Engine:
     def plan(self):
         """-> [(request, number of its tokens)] of this step, and the blocks to copy before, [(from, to)]."""
         copies, preempted = [], self.stats["preempted"]
-        if any(r.context > self.limit and r.flying for r in self.running):
+        if any(r.context > self.limit and r.unseen for r in self.running):
             while self.flying:      # the text begins anew from its end, which has to be known
                 self.land()
         for r in [r for r in self.running if r.context > self.limit]:
@@ -1029,13 +1016,13 @@ class Engine:
         for r in sorted(self.running, key=lambda r: (not r.at_hand, r.arrival)):      # decoding first
             n = 1 if r.at_hand else min(self.due(r), left)
             tokens = min(r.context + self.ahead, self.limit, r.cap) if r.at_hand else r.computed + n
-            ended = len(r.text) + r.flying >= r.prompt + r.max_new_tokens
+            ended = len(r.text) + r.unseen >= r.prompt + r.max_new_tokens
             if r.state == "running" and n and not ended and self.room(r, tokens, copies):
                 batch.append((r, n))
                 left -= n
         while self.waiting and self.rows and left and self.stats["preempted"] == preempted:
             r = self.waiting[0]
-            if r.flying or not self.admit(r):
+            if r.unseen or not self.admit(r):
                 break
             n = min(self.due(r), left)
             self.room(r, r.computed + n, copies)
@@ -1141,7 +1128,7 @@ class Engine:
         """Starts a step; its tokens land later."""
         with torch.inference_mode():
             if copies:
-                a, b = torch.tensor(copies, device=self.device).T
+                a, b = self.upload(*zip(*copies))                            # (n,) each
                 for pages in self.caches():
                     pages.k[:, b], pages.v[:, b] = pages.k[:, a], pages.v[:, a]
             decoding = all(r.at_hand for r, _ in batch)
@@ -1154,7 +1141,7 @@ class Engine:
             r.computed += n
             self.register(r)
         for r in drawn:
-            r.flying, r.most, r.at_hand = r.flying + 1, r.most + 1 + self.ahead * decoding, True
+            r.unseen, r.most, r.at_hand = r.unseen + 1, r.most + 1 + self.ahead * decoding, True
         self.flying.append((drawn, where, 1 + self.ahead * decoding, tokens, event))
         self.stats["steps"] += 1
         self.stats["computed"] += sum(n for _, n in batch)
@@ -1168,26 +1155,26 @@ class Engine:
 
     def mixed(self, batch):
         """Any numbers of tokens. -> the requests that draw one, where among the tokens it is, tokens (b,)."""
-        counts, begins = (np.array(x) for x in zip(*((n, r.computed) for r, n in batch)))
-        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        counts, begins = (np.array(x) for x in zip(*((n, r.computed) for r, n in batch)))      # (R,)
+        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)    # (R + 1,)
         rows = np.repeat([r.row for r, _ in batch], counts)                  # (N,), of each token
-        pos = np.arange(first[-1]) - np.repeat(first[:-1] - begins, counts)  # (N,)
+        pos = np.arange(start[-1]) - np.repeat(start[:-1] - begins, counts)  # (N,)
         slots = self.table[rows, pos // self.bs].astype(np.int64) * self.bs + pos % self.bs
         ids = []
         for r, n in batch:
             known = r.text[r.start + r.computed:r.start + r.computed + n]
             ids += known + [-1] * (n - len(known))                           # -1: drawn, and still on the device
         drawn, ends = [], []
-        for end, (r, n) in zip(first[1:], batch):
+        for end, (r, n) in zip(start[1:], batch):
             if r.computed + n == r.context:
                 drawn += [r, *self.fork(r, r.context)]
                 ends += [end - 1] * (len(drawn) - len(ends))
-        who, lengths = [r.row for r in drawn], [r.context for r in drawn]
-        ids, rows, pos, slots, table, length, first, who, ends, lengths, numbers, shares = self.upload(
-            ids, rows, pos, slots, self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), first,
+        who, lengths = [r.row for r in drawn], [r.context for r in drawn]    # (b,), as ends
+        ids, rows, pos, slots, table, length, start, who, ends, lengths, numbers, shares = self.upload(
+            ids, rows, pos, slots, self.table[[r.row for r, _ in batch]], (begins + counts).astype(np.int32), start,
             who, ends, lengths, self.numbers[who], self.shares[who])
         ids = torch.where(ids < 0, self.history[rows, pos], ids)             # (N,)
-        x = self.prefill(ids, pos, Layout(slots, table, length, first, int(counts.max())))                  # (N, C)
+        x = self.prefill(ids, pos, Layout(slots, table, length, start, int(counts.max())))                  # (N, C)
         x = x[ends]                                                          # (b, C)
         tokens = self.tokens(x, lengths, numbers, shares, self.how(drawn))   # (b,)
         self.history[who, lengths], self.length[who] = tokens.clamp(min=0), lengths + 1
@@ -1215,18 +1202,18 @@ class Engine:
         has."""
         requests = [r for r, _ in batch]
         rows = [r.row for r in requests]
-        self.numbers[:, 0] = 0
-        self.numbers[rows, 0] = 1
+        self.numbers[:, RUNS] = 0
+        self.numbers[rows, RUNS] = 1
         size = min(1 << max(rows).bit_length(), len(self.table))
         for mine, sent, x in zip(self.on_device, self.sent, (self.table, self.numbers, self.shares)):
             if not np.array_equal(sent[:size], x[:size]):
                 sent[:size] = x[:size]
                 x = torch.from_numpy(x[:size].copy())
                 mine[:size].copy_(x.pin_memory() if self.graph else x, non_blocking=True)
-        key, begin = self.key(size, requests), time.perf_counter()
+        key, started = self.key(size, requests), time.perf_counter()
         tokens = self.replay(self.decode_rows, *key)
         if self.device.type != "cuda":      # else this only asks for it
-            self.waited += time.perf_counter() - begin
+            self.waited += time.perf_counter() - started
         return requests, rows, tokens
 
     def key(self, size, requests):
@@ -1240,13 +1227,13 @@ class Engine:
         ids, pos, layout = self.layout(length, 1)
         x = self.forward(ids, pos, layout)                                   # (size, C)
         tokens = self.tokens(x, length, numbers, shares, how, (self.history[:size], place))
-        self.length[:size] += numbers[:, 0]
+        self.length[:size] += numbers[:, RUNS]
         return tokens[:, None]
 
     def places(self, size):
         """Of rows 0 .. size - 1: the lengths of their contexts (size,), 0 for those that don't run, and where in
         `history` their next tokens go (size,)."""
-        runs = self.on_device[1][:size, 0]
+        runs = self.on_device[1][:size, RUNS]
         length = self.length[:size] * runs
         return length, torch.where(runs > 0, length, self.limit + self.ahead + 1)
 
@@ -1255,9 +1242,9 @@ class Engine:
         where there are fewer, and the Layout. Keys and values go into the rows' blocks from place low (size,) on, by
         default from the first, as far as they will ever be asked for."""
         size, (table, numbers, _) = len(total), self.on_device
-        if n not in self.firsts:
-            self.firsts[n] = torch.arange(0, len(table) * n + 1, n, dtype=torch.int32, device=self.device)
-        first, spare = self.firsts[n][:size + 1], len(self.pool.users) * self.bs
+        if n not in self.starts:
+            self.starts[n] = torch.arange(0, len(table) * n + 1, n, dtype=torch.int32, device=self.device)
+        start, spare = self.starts[n][:size + 1], len(self.pool.users) * self.bs
         if runs_kernels(total):
             ids, pos, slots = torch.empty(3, size * n, dtype=torch.int64, device=self.device)
             length = torch.empty(size, dtype=torch.int32, device=self.device)
@@ -1266,14 +1253,14 @@ class Engine:
                     total, low, table, numbers, self.history, ids, pos, slots, length, n, self.limit, self.bs, spare,
                     total.stride(0), 0 if low is None else low.stride(0), table.stride(0), numbers.stride(0),
                     self.history.stride(0), BLOCK=triton.next_power_of_2(n), num_warps=1, **overlap(self.device))
-            return ids, pos, Layout(slots, table[:size], length, first, n)
+            return ids, pos, Layout(slots, table[:size], length, start, n)
         place = total[:, None] - n + torch.arange(n, device=self.device)     # (size, n)
         pos, ids = place.clamp(0, self.limit - 1), self.history[:size].gather(1, place.clamp(min=0))
         block = table[:size].gather(1, pos // self.bs).long()
         low = total * 0 if low is None else low.clamp(min=0)
-        written = (place >= low[:, None]) & (place < numbers[:size, 1:2])
+        written = (place >= low[:, None]) & (place < numbers[:size, CAP, None])
         slots = torch.where(written, block * self.bs + pos % self.bs, spare)
-        return ids.flatten(), pos.flatten(), Layout(slots.flatten(), table[:size], total.int(), first, n)
+        return ids.flatten(), pos.flatten(), Layout(slots.flatten(), table[:size], total.int(), start, n)
 
     def replay(self, f, *key):
         """f(*key), a method on what the device has; on CUDA as a graph, captured when first needed."""
@@ -1307,8 +1294,9 @@ class Engine:
 
     def tokens(self, x, length, numbers, shares, how, into=None):
         """The trunk's (b, C) for contexts of length (b,) -> the tokens that follow (b,), by each row's numbers."""
-        u = None if how == "greedy" else uniform(numbers[:, 3:4], (length + numbers[:, 2])[:, None])[:, 0]      # (b,)
-        return draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], u, how, into=into)
+        seed, n = numbers[:, SEED, None], (length + numbers[:, OFFSET])[:, None]      # (b, 1)
+        u = None if how == "greedy" else uniform(seed, n)[:, 0]              # (b,)
+        return draw(head(self.model, x), shares[:, TEMPERATURE], numbers[:, TOP_K], shares[:, TOP_P], u, how, into=into)
 
     def how(self, requests):
         """To draw for these, the cheapest way that serves them all; see `draw`."""
@@ -1344,13 +1332,13 @@ class Engine:
 
     def land(self):
         """Takes in the tokens of the oldest step under way."""
-        (drawn, where, most, tokens, event), begin = self.flying.popleft(), time.perf_counter()
+        (drawn, where, most, tokens, event), started = self.flying.popleft(), time.perf_counter()
         if event:
             event.synchronize()
         tokens, failed = tokens.tolist(), None
-        self.waited += time.perf_counter() - begin
+        self.waited += time.perf_counter() - started
         for r, i in zip(drawn, where):
-            r.flying, r.most = r.flying - 1, r.most - most
+            r.unseen, r.most = r.unseen - 1, r.most - most
             if not r.done:      # else it ended while this was under way
                 try:
                     self.take(r, tokens[i])
@@ -1374,6 +1362,26 @@ class Engine:
             self.register(r)
 
 
+@jit
+def layout_kernel(total_ptr, low_ptr, table_ptr, numbers_ptr, history_ptr, id_ptr, pos_ptr, slot_ptr, length_ptr, n,
+                  limit, bs, spare, total_row, low_row, table_row, numbers_row, history_row, BLOCK: tl.constexpr,
+                  OVERLAP: tl.constexpr):
+    """Engine.layout, a row a program."""
+    follow(OVERLAP, "then")
+    r, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    total, low, cap = tl.load(total_ptr + r * total_row), r * 0, tl.load(numbers_ptr + r * numbers_row + 1)
+    if low_ptr is not None:
+        low = tl.maximum(tl.load(low_ptr + r * low_row), 0)
+    place, real, to = total - n + i, i < n, r * n + i
+    pos = tl.minimum(tl.maximum(place, 0), limit - 1)
+    block = tl.load(table_ptr + r * table_row + pos // bs, mask=real, other=0).to(tl.int64)
+    written = (place >= low) & (place < cap)
+    tl.store(id_ptr + to, tl.load(history_ptr + r * history_row + tl.maximum(place, 0), mask=real, other=0), mask=real)
+    tl.store(pos_ptr + to, pos, mask=real)
+    tl.store(slot_ptr + to, tl.where(written, block * bs + pos % bs, spare), mask=real)
+    tl.store(length_ptr + r, total.to(tl.int32))
+
+
 # --------------------------------------------------------------------------------------------------------------
 # The chapter's claims, predicted beside measured: python paged.py
 
@@ -1386,8 +1394,8 @@ def mix(n, longest, seed=0):
 
 
 def paged_waste(model, requests, num_blocks, block_size, max_batch):
-    """What the engine does with its memory on these requests: shares of the blocks in use that hold tokens, and that
-    don't yet, averaged over the steps while requests wait; tokens of a request on average."""
+    """What the engine does with its memory on these requests, over the steps while some wait: the share of the blocks
+    in use that holds tokens; tokens of a request on average."""
     engine = Engine(model, num_blocks, block_size, max_batch)
     for prompt, new in requests:
         engine.add(np.random.default_rng(prompt * new).integers(0, engine.vocab, prompt), new, 0.0)

@@ -114,9 +114,9 @@ def load_draft(args, model, tokenizer, device, dtype):
     return draft, path
 
 
-def make_engine(model, draft, args, texts):
-    """An Engine with room for as many of the texts as --max_batch says, or as there is memory for."""
-    one, batch = -(-model.config.block_size // 16), min(args.max_batch, texts)
+def make_engine(model, draft, args, texts, longest):
+    """An Engine with room for --max_batch of the texts, of `longest` tokens at most, or on a GPU for as many as fit."""
+    one, batch = -(-min(model.config.block_size, longest) // 16), min(args.max_batch, texts)
     blocks = one * batch
     if model.table.is_cuda:      # what fits; with less, some texts wait
         free = torch.cuda.mem_get_info(model.table.device)[0]
@@ -138,7 +138,8 @@ def write_samples(model, tokenizer, draft, args):
     bad = next((i for ids in prompts for i in ids if not 0 <= i < model.config.vocab_size), None)
     if bad is not None:
         raise UserError(f"the prompt has the id {bad}, but the model's ids end at {model.config.vocab_size - 1}")
-    engine = make_engine(model, draft, args, len(prompts) * args.num_samples)
+    engine = make_engine(model, draft, args, len(prompts) * args.num_samples,
+                         max(1, *map(len, prompts)) + args.max_new_tokens)
     texts = [(ids, sample) for j, ids in enumerate(prompts) for sample in engine.add(
         ids or [tokenizer.start(model.config.vocab_size)], args.max_new_tokens, args.temperature, args.top_k,
         args.top_p, derive(args.seed, j) if j else args.seed, stop, args.num_samples).samples]

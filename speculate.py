@@ -44,8 +44,8 @@ import torch.nn.functional as F
 
 from flash import jit, runs_kernels, tl, triton
 from model import DTYPES, Options, UserError, load_model, pick_device, pick_dtype, program
-from paged import (Engine, draw, draw_by_kernels, follow, head, invert, overlap, piece_of, served, trunk,
-                   uniform, uniform_jit, whole)
+from paged import (CAP, OFFSET, RUNS, SEED, TEMPERATURE, TOP_K, TOP_P, Engine, draw, draw_by_kernels, follow, head,
+                   invert, overlap, piece_of, served, trunk, uniform, uniform_jit, whole)
 
 DROPPED = -2      # in the place of a token that wasn't kept
 GAMMAS = range(1, 65)      # what the programs take for gamma
@@ -203,11 +203,11 @@ class Model(Drafts):
     def propose(self, engine, size, how, gamma, now):
         _, numbers, shares = (x[:size] for x in engine.on_device)
         q = shares.new_empty(size, gamma, engine.vocab)
-        for j in range(gamma):      # past a row's count nothing is written, and nothing of it is looked at
+        for j in range(gamma):      # past a row's count nothing is looked at, and only the count-th still writes
             x = self.forward(*engine.layout(now.total[:, j], 2 if j == 0 else 1, now.low[:, j]))
             x = x.view(size, -1, self.model.config.n_embd)[:, -1]            # (size, C), of the newest token
-            draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], now.guess[:, j], how, keep=q[:, j],
-                 into=(engine.history[:size], now.place[:, j]))
+            draw(head(self.model, x), shares[:, TEMPERATURE], numbers[:, TOP_K], shares[:, TOP_P], now.guess[:, j], how,
+                 keep=q[:, j], into=(engine.history[:size], now.place[:, j]))
         return q
 
 
@@ -221,11 +221,11 @@ class Lookup(Drafts):
     def propose(self, engine, size, how, gamma, now):
         history, n, device, length = engine.history[:size], self.longest, engine.device, now.total[:, 0]
         index = torch.arange(history.size(1), device=device)
-        windows = F.pad(history, (n - 1, 0), value=-1).unfold(1, n, 1)       # (size, limit, n): what ends at each place
+        windows = F.pad(history, (n - 1, 0), value=-1).unfold(1, n, 1)       # (size, m, n): what ends at each place
         ends = (length - 1).clamp(min=0)[:, None]                            # (size, 1)
         same = windows == windows.gather(1, ends[..., None].expand(-1, -1, n))
-        same = same & (windows >= 0)
-        match = same.flip(2).long().cumprod(2).sum(2)                        # (size, limit): how many tokens agree
+        same = same & (windows >= 0)                                         # (size, m, n)
+        match = same.flip(2).long().cumprod(2).sum(2)                        # (size, m): how many tokens agree
         score = torch.where(index < ends, match * len(index) + index, -1)    # the longest, then the latest
         best = score.argmax(1, keepdim=True)                                 # (size, 1)
         found = match.gather(1, best)[:, 0] * (length > 1)
@@ -238,8 +238,9 @@ class Lookup(Drafts):
         return F.one_hot(drafts, engine.vocab).float()
 
 
-# streams of random numbers beside the one that the target draws from; a place in the text is drafted, tested and drawn
-# each by its own number, and one that is drafted again was dropped for what came before it, so its number is unused
+# streams of random numbers beside the one that the target draws from; a place in the text is drafted and tested each by
+# its own number, and one that is drafted again was dropped for what came before it, so its number is unused. The token
+# after the drafts, one a round, is drawn by the number of the round's first place
 DRAFTS, TESTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 
@@ -254,54 +255,6 @@ DRAFTS, TESTS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 #
 # What a round goes by are a few numbers a row. One kernel makes them all at its begin, and one puts down what came of
 # it at its end: the operators of torch's that it would take instead let no kernel overlap with the next.
-
-def check_pair(target, its, path, draft, theirs, draft_path):
-    """UserError unless target and draft, GPTs, have the same tokens, by their Tokenizers `its` and `theirs`."""
-    if draft.config.vocab_size != target.config.vocab_size:
-        raise UserError(f"the draft {draft_path} has {draft.config.vocab_size} ids and the model {path} has "
-                        f"{target.config.vocab_size}: they must have the same tokens")
-    kinds = {its.kind, theirs.kind}
-    same = "ids" in kinds or len(kinds) == 1      # ids without their text may be anybody's
-    if not same or kinds == {"gpt2"} and its.pairs.get_vocab() != theirs.pairs.get_vocab():
-        raise UserError(f"the draft {draft_path} ({theirs.file or theirs.kind}) and the model {path} "
-                        f"({its.file or its.kind}) read text differently: they must have the same tokens")
-
-
-@jit
-def begin_kernel(numbers_ptr, length_ptr, behind_ptr, count_ptr, total_ptr, low_ptr, place_ptr, guess_ptr, test_ptr,
-                 gamma, limit, nowhere, numbers_row, DRAFTS: tl.constexpr, TESTS: tl.constexpr, BLOCK: tl.constexpr,
-                 OVERLAP: tl.constexpr):
-    """Speculator.begin_round, a row a program."""
-    follow(OVERLAP, "then")
-    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    row, to, real = numbers_ptr + r * numbers_row, r * (gamma + 1) + j, j <= gamma
-    runs, cap, offset, seed = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    length, after = tl.load(length_ptr + r) * runs, tl.where(j < gamma, j, 0)
-    count = tl.minimum(tl.maximum(tl.minimum(cap, limit) - length, 0), gamma) * runs
-    tl.store(count_ptr + r, count)
-    tl.store(total_ptr + to, length + tl.minimum(count, j), mask=real)
-    tl.store(low_ptr + to, length - 1 + after - tl.where(j == 0, tl.load(behind_ptr + r), 0), mask=real)
-    tl.store(place_ptr + to, tl.where(runs > 0, length, nowhere) + j, mask=real)
-    n = length + offset + after
-    tl.store(guess_ptr + to, uniform_jit(seed + DRAFTS, n), mask=real)
-    tl.store(test_ptr + to, uniform_jit(tl.where(j < gamma, seed + TESTS, seed), n), mask=real)
-
-
-@jit
-def end_kernel(numbers_ptr, length_ptr, behind_ptr, history_ptr, place_ptr, count_ptr, n_ptr, token_ptr, out_ptr, gamma,
-               numbers_row, history_row, DROPPED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Speculator.end_round, a row a program."""
-    follow(OVERLAP, "then")
-    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    runs, n, token = tl.load(numbers_ptr + r * numbers_row), tl.load(n_ptr + r), tl.load(token_ptr + r)
-    text = history_ptr + r * history_row + tl.load(place_ptr + r * (gamma + 1))
-    out = tl.where(j < n, tl.load(text + j, mask=j < n, other=0), tl.where(j == n, token, DROPPED))
-    out = tl.where(j > gamma, tl.load(count_ptr + r), out)
-    tl.store(out_ptr + r * (gamma + 2) + j, out, mask=j < gamma + 2)
-    tl.store(length_ptr + r, tl.load(length_ptr + r) + (n + 1) * runs)
-    if runs > 0:
-        tl.store(behind_ptr + r, (n == gamma).to(tl.int64))
-
 
 class Speculator(Engine):
     """An Engine that decodes speculatively: what it writes has the target's distribution, and is its greedy text at
@@ -370,8 +323,8 @@ class Speculator(Engine):
 
     def seat(self, r, blocks, computed):
         super().seat(r, blocks, computed)
-        row, text = self.upload([r.row], r.text[r.start:])
-        self.history[row[0], :len(text)], self.length[row], self.behind[row] = text, len(text), 0
+        text, = self.upload(r.text[r.start:])
+        self.history[r.row, :len(text)], self.length[r.row], self.behind[r.row] = text, len(text), 0
 
     def prefill(self, ids, pos, layout):
         self.draft.forward(ids, pos, layout)
@@ -475,7 +428,8 @@ class Speculator(Engine):
                     numbers.stride(0), DRAFTS=DRAFTS, TESTS=TESTS, BLOCK=triton.next_power_of_2(gamma + 1), num_warps=1,
                     **overlap(self.device))
             return now
-        (runs, cap, offset, seed, _), (length, place) = numbers.unbind(1), self.places(size)
+        runs, cap, offset, seed = (numbers[:, column] for column in (RUNS, CAP, OFFSET, SEED))      # (size,) each
+        length, place = self.places(size)
         count = (cap.clamp(max=limit) - length).clamp(0, gamma) * runs
         step = self.steps[:gamma + 1]                                        # (gamma + 1,)
         after = torch.where(step < gamma, step, 0)      # tokens after the newest with which a column's work begins
@@ -496,7 +450,7 @@ class Speculator(Engine):
                     numbers.stride(0), self.history.stride(0), DROPPED=DROPPED,
                     BLOCK=triton.next_power_of_2(gamma + 2), num_warps=1, **overlap(self.device))
             return out
-        runs, step = numbers[:, 0], self.steps[:gamma + 1]
+        runs, step = numbers[:, RUNS], self.steps[:gamma + 1]
         out = torch.where(step == n[:, None], token[:, None], DROPPED)       # (size, gamma + 1)
         out = torch.where(step < n[:, None], self.history[:size].gather(1, now.place), out)
         self.length[:size] += (n + 1) * runs
@@ -517,10 +471,46 @@ class Speculator(Engine):
         q = self.draft.propose(self, size, how, gamma, now)                  # (size, gamma, V)
         x = self.forward(*self.layout(now.total[:, gamma], gamma + 1, now.low[:, gamma]))      # (size (gamma + 1), C)
         p = shares.new_empty(len(x), self.vocab)                             # (size (gamma + 1), V)
-        draw(head(self.model, x), shares[:, 0], numbers[:, 4], shares[:, 1], None, how, keep=p)
-        p = p.view(size, gamma + 1, -1)      # the last draft's is the last but one, as accept_rows asks
+        draw(head(self.model, x), shares[:, TEMPERATURE], numbers[:, TOP_K], shares[:, TOP_P], None, how, keep=p)
+        p = p.view(size, gamma + 1, -1)      # (size, gamma + 1, V): the last draft's is the last but one
         n, token = accept_rows(p, q, self.history[:size], now.place[:, 0], now.test, now.count)
         return self.end_round(size, gamma, now, n, token)
+
+
+@jit
+def begin_kernel(numbers_ptr, length_ptr, behind_ptr, count_ptr, total_ptr, low_ptr, place_ptr, guess_ptr, test_ptr,
+                 gamma, limit, nowhere, numbers_row, DRAFTS: tl.constexpr, TESTS: tl.constexpr, BLOCK: tl.constexpr,
+                 OVERLAP: tl.constexpr):
+    """Speculator.begin_round, a row a program."""
+    follow(OVERLAP, "then")
+    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row, to, real = numbers_ptr + r * numbers_row, r * (gamma + 1) + j, j <= gamma
+    runs, cap, offset, seed = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    length, after = tl.load(length_ptr + r) * runs, tl.where(j < gamma, j, 0)
+    count = tl.minimum(tl.maximum(tl.minimum(cap, limit) - length, 0), gamma) * runs
+    tl.store(count_ptr + r, count)
+    tl.store(total_ptr + to, length + tl.minimum(count, j), mask=real)
+    tl.store(low_ptr + to, length - 1 + after - tl.where(j == 0, tl.load(behind_ptr + r), 0), mask=real)
+    tl.store(place_ptr + to, tl.where(runs > 0, length, nowhere) + j, mask=real)
+    n = length + offset + after
+    tl.store(guess_ptr + to, uniform_jit(seed + DRAFTS, n), mask=real)
+    tl.store(test_ptr + to, uniform_jit(tl.where(j < gamma, seed + TESTS, seed), n), mask=real)
+
+
+@jit
+def end_kernel(numbers_ptr, length_ptr, behind_ptr, history_ptr, place_ptr, count_ptr, n_ptr, token_ptr, out_ptr, gamma,
+               numbers_row, history_row, DROPPED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Speculator.end_round, a row a program."""
+    follow(OVERLAP, "then")
+    r, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    runs, n, token = tl.load(numbers_ptr + r * numbers_row), tl.load(n_ptr + r), tl.load(token_ptr + r)
+    text = history_ptr + r * history_row + tl.load(place_ptr + r * (gamma + 1))
+    out = tl.where(j < n, tl.load(text + j, mask=j < n, other=0), tl.where(j == n, token, DROPPED))
+    out = tl.where(j > gamma, tl.load(count_ptr + r), out)
+    tl.store(out_ptr + r * (gamma + 2) + j, out, mask=j < gamma + 2)
+    tl.store(length_ptr + r, tl.load(length_ptr + r) + (n + 1) * runs)
+    if runs > 0:
+        tl.store(behind_ptr + r, (n == gamma).to(tl.int64))
 
 
 def figures(engine):
@@ -580,6 +570,18 @@ def draft_beside(ckpt):
     return (path if path.is_dir() else path.parent) / "draft.pt"
 
 
+def check_pair(target, its, path, draft, theirs, draft_path):
+    """UserError unless target and draft, GPTs, have the same tokens, by their Tokenizers `its` and `theirs`."""
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise UserError(f"the draft {draft_path} has {draft.config.vocab_size} ids and the model {path} has "
+                        f"{target.config.vocab_size}: they must have the same tokens")
+    kinds = {its.kind, theirs.kind}
+    same = "ids" in kinds or len(kinds) == 1      # ids without their text may be anybody's
+    if not same or kinds == {"gpt2"} and its.pairs.get_vocab() != theirs.pairs.get_vocab():
+        raise UserError(f"the draft {draft_path} ({theirs.file or theirs.kind}) and the model {path} "
+                        f"({its.file or its.kind}) read text differently: they must have the same tokens")
+
+
 # --------------------------------------------------------------------------------------------------------------
 # The chapter's claims, predicted beside measured: python speculate.py
 
@@ -601,7 +603,7 @@ def show_acceptance(n=100_000, V=50, gamma=4):
               f"{kept.float().mean() + 1:10.3f}{((first - p).abs() / (p / n).sqrt()).max():43.1f}")
 
 
-def step(logits, dtype):
+def spacing(logits, dtype):
     """The distance between neighboring numbers of the dtype, of the largest logit's size. (..., n) -> (...)"""
     return torch.finfo(dtype).eps * logits.abs().amax(-1).clamp(min=1e-30).log2().floor().exp2()
 
@@ -617,7 +619,7 @@ def divergences(model, plain, other):
         if at is not None:
             idx = torch.tensor([a.text[:at]], device=model.table.device)
             best = model(idx)[0, -1].topk(2).values.float()      # (2,)
-            found.append((at - a.prompt, float((best[0] - best[1]) / step(best, model.table.dtype))))
+            found.append((at - a.prompt, float((best[0] - best[1]) / spacing(best, model.table.dtype))))
     return found
 
 
@@ -629,8 +631,8 @@ def rounding(model, texts):
     for text in texts:
         idx = torch.tensor([text.text[:-1]], device=model.table.device)
         best, which = exact(idx)[0].topk(2)                      # (t, 2)
-        moved = (model(idx)[0].gather(1, which).float() - best).diff(dim=-1).squeeze(-1) / step(best, model.table.dtype)
-        most = max(most, float(moved.abs().max()))
+        moved = (model(idx)[0].gather(1, which).float() - best).diff(dim=-1)[:, 0].abs()         # (t,)
+        most = max(most, float((moved / spacing(best, model.table.dtype)).max()))
     return most
 
 

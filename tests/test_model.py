@@ -1,8 +1,11 @@
 """model.py against definitions written out a second time, in float64, on odd sizes."""
 
+import errno
 import json
 import math
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from conftest import DEVICE, gpt2_tensors, write_gpt2, write_safetensors, write_
 import model as model_py
 from flash import LinearCrossEntropy, attention_naive
 from model import (ATTENTION, GPT, Experts, GPTConfig, MoE, Tokenizer, UserError, WriteError, config_of, derive,
-                   distribution, flops_per_token, is_matrix, load_model)
+                   distribution, flops_per_token, is_matrix, load_model, program, replacing)
 
 SMALL = dict(vocab_size=65, block_size=12, n_layer=3, n_head=3, n_embd=24)
 SPARSE = dict(n_expert=5, top_k=2, capacity_factor=0.8)
@@ -628,6 +631,38 @@ def test_the_tokenizer_goes_along(safetensors, tmp_path):
         assert (tmp_path / "x" / file.name).read_bytes() == file.read_bytes()
         tokenizer = load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1]
         assert tokenizer.kind == "gpt2" and tokenizer.end == 261 and tokenizer.start(262) == 261
+
+
+def test_a_folder_saved_to_itself_keeps_its_tokenizer(tmp_path, monkeypatch):
+    """Also if it's named in another way than before."""
+    monkeypatch.chdir(tmp_path)
+    for old in (False, True):
+        write_tokenizer(tmp_path / f"{old}", old)
+        (tmp_path / f"link {old}").symlink_to(tmp_path / f"{old}")
+        name = "vocab.json" if old else "tokenizer.json"
+        raw = (tmp_path / f"{old}" / name).read_bytes()
+        for folder in (Path(f"{old}"), tmp_path / f"{old}", tmp_path / f"link {old}"):
+            tokenizer = Tokenizer("gpt2", Path(f"{old}") / name, 261)
+            GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(folder, tokenizer)
+            assert (tmp_path / f"{old}" / name).read_bytes() == raw and (folder / "config.json").is_file()
+
+
+def test_only_what_kept_a_file_from_being_written_is_said_to(tmp_path):
+    (tmp_path / "x").write_text("old")
+    with pytest.raises(RuntimeError, match="other") as caught, replacing(tmp_path / "x") as file:
+        file.write(b"new")
+        raise RuntimeError("something other")
+    assert not isinstance(caught.value, WriteError)
+    with pytest.raises(WriteError, match="x can't be written: No space left"), replacing(tmp_path / "x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert (tmp_path / "x").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_program_says_which_file_is_at_fault(capsys, tmp_path):
+    def read(argv):
+        (tmp_path / "missing").read_text()
+    assert program("x.py", read) == 1
+    assert capsys.readouterr().err == f"x.py: {tmp_path / 'missing'} can't be used: No such file or directory\n"
 
 
 def test_bytes_are_byte_pairs_without_a_pair(safetensors, tmp_path):

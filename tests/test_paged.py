@@ -72,6 +72,20 @@ def test_contiguous_room_is_the_first_hole_that_is_large_enough():
     assert pool.allocate(5) is None and pool.allocate(3) == 0 and pool.allocate(1) == 3
 
 
+@pytest.mark.parametrize("hs,dtype", [(16, torch.float64), (260, torch.float32)])
+def test_the_engine_where_there_are_no_kernels(hs, dtype):
+    """On a GPU too: it asks the device then, and nothing can be captured."""
+    model = GPT(GPTConfig(vocab_size=65, block_size=LIMIT, n_layer=2, n_head=2, n_embd=2 * hs), seed=None)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.1)
+    model, prompts = model.to(DEVICE, dtype).eval(), [ids(n) for n in (3, 11)]
+    engine = Engine(model, 30, 4)
+    requests = [engine.add(prompt, 20, 0.0) for prompt in prompts] + [engine.add(prompts[0], 9, seed=1)]
+    drain(engine)
+    assert [r.tokens for r in requests[:2]] == [greedy(model, prompt, 20) for prompt in prompts]
+    assert len(requests[2].tokens) == 9 and not engine.graphs
+
+
 def test_waste_of_reserving_everything():
     """Two requests of 2 + 6 tokens in room for 16 each, one at a time in a cache of 24: used 2, 3, .. 7 of 24."""
     used, reserved, scattered = contiguous_waste([(2, 6), (2, 6)], 24, lambda prompt, new: 16)

@@ -293,6 +293,21 @@ def program(ckpt, *options, **env):
                           capture_output=True, timeout=60, env={**os.environ, **env})
 
 
+def test_room_is_taken_for_what_was_asked(ckpt, capsys, monkeypatch, tmp_path):
+    """On a CPU as well, where nobody says how much there is."""
+    options, made = [*TINY, f"--data={ckpt.parent / 'text.txt'}", f"--out={tmp_path}", "--block_size=64"], []
+    assert train.main(options) == 0
+
+    def make_engine(*args):
+        made.append(make(*args))
+        return made[0]
+    make = sample.make_engine
+    monkeypatch.setattr(sample, "make_engine", make_engine)
+    write(capsys, tmp_path / "ckpt.pt", "--num_samples=64", "--max_batch=8", "--max_new_tokens=20", "--prompt=abcdef",
+          "--prompt=")
+    assert len(made[0].pool.users) == 8 * 2      # 26 tokens of 64, in blocks of 16
+
+
 def test_any_locale(ckpt):
     result = program(ckpt, "--prompt=é日", "--max_new_tokens=20", LC_ALL="C", PYTHONIOENCODING="ascii")
     assert result.returncode == 0 and result.stdout.startswith(b"??") and b"Traceback" not in result.stderr

@@ -662,3 +662,22 @@ def test_in_16_bits_greedy_texts_part_only_where_two_logits_are_alike(target):
         assert len(apart) < 25 and all(steps <= 6 for _, steps in apart), apart
     finally:
         target.to(torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no device to wait for")
+@pytest.mark.parametrize("gamma", [None, 3])
+def test_nothing_that_the_host_does_waits_for_the_device(target, gamma):
+    """But for tokens of the step before: prompts that come and go, copies of shared blocks, texts that begin anew."""
+    engine = Engine(target, 300, 4) if gamma is None else Speculator(target, 300, 4, draft=target, gamma=gamma)
+    for mode in (0, "error"):      # first what is captured and compiled
+        random.seed(3)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for _ in range(6):
+                engine.add(ids(random.randrange(1, LIMIT)), 30, 0.0, n=random.choice([1, 3]))
+                for _ in range(3):
+                    engine.step()
+            drain(engine)
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+    assert engine.stats["copied"] > 0
