@@ -115,7 +115,7 @@ def merge(o1, lse1, o2, lse2):
     """Two attentions over different keys -> the attention over all of them.
 
     o (..., hs) outputs and lse (...) their log-sum-exps, float, torch tensors; -> (o, lse). A part that saw no key has
-    lse = -inf and changes nothing."""
+    lse = -inf and changes nothing (where neither saw one, there is no gradient either)."""
     lse = torch.logaddexp(lse1, lse2)
     safe = lse.masked_fill(lse == -math.inf, 0.0)                            # -inf - -inf is no number
     return o1 * (lse1 - safe).exp()[..., None] + o2 * (lse2 - safe).exp()[..., None], lse
@@ -361,7 +361,8 @@ def backward_kv_kernel(q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, lse_de
 # By kernel and head size (those up to 64 as 64): blocks of queries and of keys, warps, stages, and the limit on
 # registers a thread, in 16 bits. The best of some 300 settings a kernel, measured on an H200. Small programs of 4
 # warps, several of them on a multiprocessor, win nearly everywhere: the products of one run while another computes its
-# exponentials. With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: 40% slower.
+# exponentials. With 168 registers three of the 4-warp programs fit on a multiprocessor, with 176 only two: a fifth
+# slower.
 SETTINGS = {"forward": {64: (64, 64, 4, 3, None), 128: (64, 128, 4, 1, None), 256: (64, 32, 4, 1, None)},
             "backward_q": {64: (64, 32, 4, 3, None), 128: (128, 64, 8, 3, None), 256: (64, 32, 4, 1, None)},
             "backward_kv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None), 256: (32, 32, 4, 1, None)}}
@@ -536,9 +537,9 @@ def flash_attention(q, k, v, causal=True, scale=None, return_lse=False):
     """Exact attention without the (Tq, Tk) matrix. Dao 2023, 2307.08691.
 
     q (B, nh, Tq, hs), k and v (B, nh, Tk, hs), any strides, -> o (B, nh, Tq, hs) in their dtype; with return_lse also
-    the log-sum-exp of the scaled scores, (B, nh, Tq) float32, in nats, whose gradient counts too (see `merge`). causal:
-    query i, the token at position Tk - Tq + i, sees keys 0 .. Tk - Tq + i. scale: default 1 / sqrt(hs). A query that
-    sees no key (Tk = 0) gives 0 and -inf. The same input gives the same bits, forward and backward.
+    the log-sum-exp of the scaled scores, (B, nh, Tq) float32 or wider, in nats, whose gradient counts (see `merge`).
+    causal: query i, the token at position Tk - Tq + i, sees keys 0 .. Tk - Tq + i. scale: default 1 / sqrt(hs). A query
+    that sees no key (Tk = 0) gives 0 and -inf. The same input gives the same bits, forward and backward.
 
     Kernels take float32 (IEEE products), float16 and bfloat16 on CUDA, hs up to 256; anything else is computed by
     torch's operators. ValueError for shapes, dtypes and devices that don't go together, and for causal Tq > Tk.
@@ -681,10 +682,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     chunk_bytes = 2 ** 30    # of logits alive at once
 
     @staticmethod
+    def chunk_rows(w):
+        """Rows of x at a time: a power of two, so that chunks are aligned."""
+        return 2 ** (max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size())).bit_length() - 1)
+
+    @staticmethod
     def forward(ctx, x, w, targets, vocab_size, with_grad):
-        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
-        rows = 2 ** (rows.bit_length() - 1)                                  # down to a power of two: aligned chunks
-        wide = torch.promote_types(x.dtype, torch.float32)
+        rows, wide = LinearCrossEntropy.chunk_rows(w), torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=x.device)
         dx = torch.empty_like(x) if with_grad else None                      # (N, C)
         dw = torch.zeros_like(w, dtype=wide) if with_grad else None          # (V, C), summed over chunks in float32
@@ -812,7 +816,8 @@ def show_tiling():
 
 
 def show_softmax(gpu, rows):
-    print("2  online softmax: 3 passes over the row instead of 4, so predicted 1.33 times as fast where memory is all")
+    print("2  online softmax: 2 readings of the row and a writing instead of 3 and 1, so predicted 1.33 times as fast "
+          "where memory is all")
     for n in rows:
         if gpu:
             x = torch.randn(2 ** 28 // n, n, device="cuda")

@@ -276,6 +276,11 @@ class Experts(nn.Module):
         return y.view(E, G, n, C).transpose(0, 1)                            # (G, E, n, C)
 
 
+def capacity(config, T):
+    """Slots of an expert in training, of a sequence of T tokens."""
+    return min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
+
+
 class MoE(nn.Module):
     """Each token through the k of E experts that a router chooses for it. A group (GShard's word for the tokens that
     share the slots) is a sequence, so that the result doesn't depend on how a batch is split.
@@ -283,13 +288,13 @@ class MoE(nn.Module):
     x (B, T, C) -> y (B, T, C); aux (B,), float32 or wider: each sequence's balancing loss; counts (E + 1,) float32
     without gradient: the assignments that each expert kept, then the number dropped.
 
-    In training an expert has min(T, ceil(k T / E * capacity_factor)) slots a sequence. In eval mode it has T, so that
-    nothing is dropped and a token's output depends on that token alone, as decoding with a cache needs. With k = 2
-    training isn't strictly causal: a later token's first choice can take the slot of an earlier one's second."""
+    In training an expert has `capacity` slots a sequence. In eval mode it has T, so that nothing is dropped and a
+    token's output depends on that token alone, as decoding with a cache needs. With k = 2 training isn't strictly
+    causal: a later token's first choice can take the slot of an earlier one's second."""
 
     def __init__(self, config):
         super().__init__()
-        self.top_k, self.capacity_factor, self.dropout = config.top_k, config.capacity_factor, config.dropout
+        self.config, self.top_k, self.dropout = config, config.top_k, config.dropout
         self.router = nn.Linear(config.n_embd, config.n_expert, bias=False)
         self.experts = Experts(config)
 
@@ -315,19 +320,19 @@ class MoE(nn.Module):
         B, T, C = x.shape
         E, k = self.router.out_features, self.top_k
         probs, gates, choice = self.route(x)                                 # (B, T, E), (B, k, T), (B, k, T)
-        capacity = min(T, math.ceil(k * T / E * self.capacity_factor)) if self.training else T
-        slot, owner, load = place(choice, E, capacity)                       # (B, k*T), (B, E*capacity), (B, E, k*T)
+        n = capacity(self.config, T) if self.training else T                 # slots of an expert
+        slot, owner, load = place(choice, E, n)                              # (B, k*T), (B, E*n), (B, E, k*T)
 
-        token = torch.where(owner < k * T, owner % T, T)                     # (B, E*capacity); T: an empty slot
-        h = Move.apply(x, token, slot.view(B, k, T))                         # (B, T, C) -> (B, E*capacity, C)
-        h = self.experts(h.view(B, E, capacity, C))                          # (B, E, capacity, C)
-        h = h.reshape(B, E * capacity, C)                                    # (B, E*capacity, C)
-        y = Move.apply(h, slot, owner.unsqueeze(1))                          # (B, E*capacity, C) -> (B, k*T, C)
+        token = torch.where(owner < k * T, owner % T, T)                     # (B, E*n); T: an empty slot
+        h = Move.apply(x, token, slot.view(B, k, T))                         # (B, T, C) -> (B, E*n, C)
+        h = self.experts(h.view(B, E, n, C))                                 # (B, E, n, C)
+        h = h.reshape(B, E * n, C)                                           # (B, E*n, C)
+        y = Move.apply(h, slot, owner.unsqueeze(1))                          # (B, E*n, C) -> (B, k*T, C)
         y = (y.view(B, k, T, C) * gates.unsqueeze(-1)).sum(1).to(x.dtype)    # (B, k, T, C) * (B, k, T, 1) -> (B, T, C)
 
         share = load[:, :, T - 1].to(probs.dtype) / T                        # (B, E): f, of the first choices
         aux = E * (share * probs.mean(1)).sum(-1)                            # (B,): E sum_e f_e P_e, 1 when even
-        kept = load[:, :, -1].clamp(max=capacity).sum(0)                     # (E,)
+        kept = load[:, :, -1].clamp(max=n).sum(0)                            # (E,)
         counts = torch.cat([kept, B * k * T - kept.sum(0, keepdim=True)]).float()          # (E + 1,)
         return F.dropout(y, self.dropout, self.training), aux, counts
 

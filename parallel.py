@@ -1,16 +1,17 @@
-"""Many devices, one model: data, tensor, pipeline, optimizer (ZeRO) and expert parallelism, and any product of them.
+"""Many devices, one model: data, tensor, pipeline, optimizer (ZeRO), token and expert parallelism, and their products.
 
-What it teaches: a training step can be cut along its batch, its layers, its matrices, its experts; and what every rank
-holds twice can be cut too. Each cut is a few lines once two things are there: a mesh, which says who works with whom,
-and a handful of collectives, through which everything goes and which count their bytes.
+What it teaches: a training step can be cut along its batch, its layers, its matrices, its sequences, its experts; and
+what every rank holds twice can be cut too. Each cut is a few lines once two things are there: a mesh, which says who
+works with whom, and a handful of collectives, through which everything goes and which count their bytes.
 
     0  mesh and collectives     3  pipeline: schedules, their simulator and planners
-    1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more; the engine
-    2  tensor                   5  token          6  expert
+    1  data                     4  optimizer: ZeRO 0 to 3, mixed precision, and data parallelism once more
+    2  tensor                   5  token          6  expert          7  the engine, which does them all
 
 Papers: ring all-reduce (Patarasu & Yuan 2009); Megatron-LM (Shoeybi et al. 2019, 1909.08053); ZeRO (Rajbhandari et al.
-2020, 1910.02054); GPipe (Huang et al. 2019, 1811.06965); PipeDream (Narayanan et al. 2019, SOSP); Megatron-LM's
-interleaved schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 2021, 2102.07988); mixed precision
+2020, 1910.02054); recomputation (Chen et al. 2016, 1604.06174); GPipe (Huang et al. 2019, 1811.06965); PipeDream
+(Narayanan et al. 2019, SOSP) and 1F1B with flushes (Narayanan et al. 2021, 2006.09503); Megatron-LM's interleaved
+schedule (Narayanan et al. 2021, 2104.04473); TeraPipe (Li et al. 2021, 2102.07988); mixed precision
 (Micikevicius et al. 2017, 1710.03740); AdamW (Loshchilov & Hutter 2017, 1711.05101); GShard (Lepikhin et al. 2020,
 2006.16668); Switch Transformer (Fedus et al. 2021, 2101.03961).
 
@@ -49,7 +50,8 @@ from torch.utils.checkpoint import checkpoint
 
 from flash import (LinearCrossEntropy, attends, attention_naive, flash_attention, flash_forward, launch_backward, like,
                    operator, softmax_grad, softmax_stats, torch_attention)
-from model import GPT, GPTConfig, Options, UserError, derive, flops_per_token, initial, is_matrix, program
+from model import (GPT, GPTConfig, Options, UserError, capacity, derive, flops_per_token, initial, is_matrix,
+                   program)
 
 # --------------------------------------------------------------------------------------------------------------
 # 0. Mesh and collectives
@@ -93,7 +95,7 @@ class Mesh:
     tokens); `stage` (those that have the same layers); `tied` (data, on the first and the last stage: those that hold
     the embedding); `world`. And a channel for each (direction, sender, receiver) among the stages, so that messages of
     one never wait for those of another.
-    Sizes must multiply to the world's size; ValueError otherwise. device: of this rank."""
+    dp is what the sizes given leave of the world; ValueError if they don't divide it. device: of this rank."""
 
     def __init__(self, device=torch.device("cpu"), ep=1, pp=1, tp=1):
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -309,6 +311,41 @@ def check_layout(config, ep, pieces, tp, whose=""):
         raise UserError(f"{whose}n_layer={config.n_layer} can't be split into {pieces} pieces (pp times chunks)")
 
 
+def seconds(f, device, repeats=5, graph=False):
+    """What f() takes, the median of some; the first, which may compile, doesn't count. graph: as a CUDA graph."""
+    taken = []
+    if graph:
+        f()
+        torch.cuda.synchronize(device)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            f()
+        f = captured.replay
+    for _ in range(repeats + 1):
+        begin = now(device)
+        f()
+        taken.append(between(begin, now(device)))
+    return float(np.median(taken[1:]))
+
+
+def now(device):
+    """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    captured = dict(external=True) if torch.cuda.is_current_stream_capturing() else {}      # read after each replay
+    event = torch.cuda.Event(enable_timing=True, **captured)
+    event.record()
+    return event
+
+
+def between(begin, end):
+    """Seconds from one `now` to another; waits for the second."""
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
 # What each rank sends, in bytes, by kind: a ring of N passes (N - 1) / N of the data for each of gather, scatter and
 # exchange, and twice that for an all-reduce, which is a reduce-scatter and an all-gather.
 class Ledger(Counter):
@@ -348,8 +385,8 @@ class Done:
 
 
 def all_reduce(x, group, op="sum", wait=True):
-    """x becomes the sum, or "max", over the group, in place. Like all here: wait=False returns at once, and x may not
-    be touched before .wait() on what is returned."""
+    """x becomes the sum, or "max", over the group, in place. wait=False, as in the two below, returns at once, and x
+    may not be touched before .wait() on what is returned."""
     if group.size == 1:
         return Done()
     count("all_reduce", x, group, 2)
@@ -401,24 +438,25 @@ def finish(work, wait):
     return work
 
 
-# Those with a gradient. The operators below them are opaque to torch.compile: a block stays one graph.
+# Those with a gradient. The operators that they call, by a group's name, are opaque to torch.compile: a block stays one
+# graph.
 
-def sum_of(x, group):
+def sum_of(x, name):
     y = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(y, GROUPS[group])
+    all_reduce(y, GROUPS[name])
     return y
 
 
-def exchange(x, group):
-    return all_to_all(x.clone(memory_format=torch.contiguous_format), GROUPS[group])
+def exchange(x, name):
+    return all_to_all(x.clone(memory_format=torch.contiguous_format), GROUPS[name])
 
 
-def packed(x, group):
+def packed(x, name):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-reduced = operator("all_reduced(Tensor x, str group) -> Tensor", sum_of, packed)
-exchanged = operator("exchanged(Tensor x, str group) -> Tensor", exchange, packed)
+reduced = operator("all_reduced(Tensor x, str name) -> Tensor", sum_of, packed)
+exchanged = operator("exchanged(Tensor x, str name) -> Tensor", exchange, packed)
 
 
 class CopyTo(torch.autograd.Function):
@@ -592,9 +630,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         first = group.rank * w.size(0)                                       # the id of w's first row
         real = min(max(vocab_size - first, 0), w.size(0))                    # rows that aren't padding
-        rows = max(1, LinearCrossEntropy.chunk_bytes // (w.size(0) * w.element_size()))
+        rows = LinearCrossEntropy.chunk_rows(w)
         loss, works = torch.zeros((), dtype=wide, device=x.device), []
-        dx, dw = torch.empty_like(x), torch.zeros_like(w, dtype=wide)
+        dx, dw = (torch.empty_like(x), torch.zeros_like(w, dtype=wide)) if with_grad else (None, None)
         for i in range(0, x.size(0), rows):
             chunk, target = x[i:i + rows], targets[i:i + rows]               # (n, C), (n,)
             mine = torch.where((target >= first) & (target < first + w.size(0)), target - first, -1)
@@ -613,7 +651,8 @@ class VocabCrossEntropy(torch.autograd.Function):
                 dw += z.t() @ chunk                                          # (V/tp, n) @ (n, C)
         for work in works:
             work.wait()
-        ctx.save_for_backward(dx, dw.to(w.dtype))
+        if with_grad:
+            ctx.save_for_backward(dx, dw.to(w.dtype))
         return loss
 
     @staticmethod
@@ -653,7 +692,7 @@ class ShardedAttention(nn.Module):
 
 
 def tensor_parallel(model, group):
-    """A plain GPT -> the same with its modules exchanged for those above; its parameters are cut by CUTS."""
+    """Exchanges a plain GPT's modules for those above, in place; whose parameters, by CUTS, Parallel puts there."""
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
         attn.qkv, attn.proj = ColumnLinear(attn.qkv, group), RowLinear(attn.proj, group)
@@ -675,8 +714,8 @@ def tensor_parallel(model, group):
 # piece before, B for the B of the piece after. All schedules are one weave: some forwards first (the warm-up), then
 # backwards and forwards in turn, then the backwards that are left.
 #
-#     GPipe, P = 2, M = 3                         1F1B
-#     rank 0  F0 F1 F2 .  .  B0 .  B1 .  B2       rank 0  F0 F1 .  B0 F2 .  B1 .  .  B2
+#     GPipe, P = 2, M = 3                         1F1B, backward as long as forward
+#     rank 0  F0 F1 F2 .  .  B0 B1 B2             rank 0  F0 F1 .  B0 F2 B1 .  B2
 #     rank 1  .  F0 F1 F2 B0 B1 B2                rank 1  .  F0 B0 F1 B1 F2 B2
 #
 # The bubble, what ranks spend waiting, is (P - 1) / (M + P - 1) for both. GPipe holds the activations of all M
@@ -826,7 +865,6 @@ class Timeline:
             if op == "F":
                 used[batch, piece, part] = version
             elif op == "B":
-                most = max(most, len({*used.values(), version}))
                 del used[batch, piece, part]
             else:
                 version += 1
@@ -909,47 +947,11 @@ def slice_tokens(cost, T, P, unit=1):
                 total[j] = min(ways)
         j = len(ends) - 1
         if j in total and total[j][0] + (P - 1) * slowest < best[0]:
-            cuts = []
+            best = total[j][0] + (P - 1) * slowest, []
             while j:
-                cuts, j = [(total[j][1], j), *cuts], total[j][1]
-            seconds = total[len(ends) - 1][0] + (P - 1) * max(table[cut] for cut in cuts)
-            best = seconds, [ends[b] - ends[a] for a, b in cuts]
+                best[1].insert(0, ends[j] - ends[total[j][1]])
+                j = total[j][1]
     return best[1], best[0]
-
-
-def seconds(f, device, repeats=5, graph=False):
-    """What f() takes, the median of some; the first, which may compile, doesn't count. graph: as a CUDA graph."""
-    taken = []
-    if graph:
-        f()
-        torch.cuda.synchronize(device)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            f()
-        f = captured.replay
-    for _ in range(repeats + 1):
-        begin = now(device)
-        f()
-        taken.append(between(begin, now(device)))
-    return float(np.median(taken[1:]))
-
-
-def now(device):
-    """This moment in the work given to the device: an event in its queue, or the time where nothing queues."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    captured = dict(external=True) if torch.cuda.is_current_stream_capturing() else {}      # read after each replay
-    event = torch.cuda.Event(enable_timing=True, **captured)
-    event.record()
-    return event
-
-
-def between(begin, end):
-    """Seconds from one `now` to another; waits for the second."""
-    if isinstance(begin, float):
-        return end - begin
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 def profile_layers(config, args):
@@ -974,8 +976,8 @@ def profile_layers(config, args):
 
 def profile_slices(config, args):
     """cost(n, before) for slice_tokens: seconds that a block takes for n tokens after `before` others, forward and
-    backward. Measured when asked for: a formula in n and n (before + n / 2) misses that a GPU's multiprocessors come
-    out even for some lengths and not for others."""
+    backward, not compiled (each length would be anew). Measured when asked for: a formula in n and n (before + n / 2)
+    misses that a GPU's multiprocessors come out even for some lengths and not for others."""
     model = GPT(replace(config, n_layer=1), attention=args.attention, device=args.device).to(args.dtype)
     block = model.blocks["0"]
 
@@ -1001,6 +1003,19 @@ def profile_slices(config, args):
     def alone(before):
         return seconds(slices(before), args.device, 3, args.graph)
     return cost
+
+
+def plan_slices(config, args):
+    """Tokens of each slice, by TeraPipe's dynamic program in eighths of the sequence; equal slices, unless others
+    should be faster by 5%: less than that one measured block doesn't know of the whole."""
+    T, cost = config.block_size, profile_slices(config, args)
+    planned, seconds = slice_tokens(cost, T, args.pp, -(-T // 8))
+
+    def taken(slices):
+        costs = [cost(n, end - n) for n, end in zip(slices, np.cumsum(slices).tolist())]
+        return sum(costs) + (args.pp - 1) * max(costs)
+    equal = min(([T // n] * n for n in (1, 2, 4, 8) if T % n == 0), key=taken)
+    return planned if seconds < 0.95 * taken(equal) else equal
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -1262,15 +1277,18 @@ def in_use(units, again=True):
     for unit in units:
         unit.install()
     gathered = again and any(unit.stage == 3 for unit in units)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if gathered else nullcontext():
-        yield
-    for unit in units:
-        unit.remove()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if gathered else nullcontext():
+            yield
+    finally:      # recomputation leaves by an exception, as soon as it has what backward needs
+        for unit in units:
+            unit.remove()
 
 
 class Shell(nn.Module):
     """A block that computes with the weights of its units. `after`: the units that forward needs next. recompute: it
-    keeps its input alone, and computes the rest again in backward (Chen et al. 2016, 1604.06174)."""
+    keeps its input alone, and computes the rest again in backward (Chen et al. 2016, 1604.06174); of slices of tokens
+    also attention's q, o and log-sum-exp, since backward is that of forward's own SliceAttention."""
 
     def __init__(self, block, units, recompute):
         super().__init__()
@@ -1288,6 +1306,119 @@ class Shell(nn.Module):
             return run(x)
         return checkpoint(run, x, use_reentrant=False, preserve_rng_state=self.training and self.block.attn.dropout > 0)
 
+
+# --------------------------------------------------------------------------------------------------------------
+# 5. Token parallelism
+#
+# With one long sequence there are no micro-batches to fill a pipeline with. But token t needs only what came before it:
+# its own slice of the sequence can enter the next stage while this one goes on with the slice after. All a slice needs
+# of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
+# is through, which is why that runs in reverse:
+#
+#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for all k, v; those of k_2, v_2 are whole
+#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: adds to those of k_1, k_0; k_1's are whole now
+#
+# So a layer keeps the sequence's keys and values in one piece each, in which a slice sees what is before its end, and
+# their gradients in two more, from which it takes its own part when its turn comes.
+
+class SliceAttention(torch.autograd.Function):
+    """forward: attention of q to all keys and values so far, of which k and v (B, nh, t, hs) at `begin` are new /
+    backward: q's gradient, and what has come together for k and v."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, whole, begin, attention):
+        end = begin + k.size(2)
+        for kept, x in zip(whole.kept, (k, v)):
+            kept.data[:, :, begin:end] = x      # past what earlier slices saw, so that nothing saved for them changes
+        ctx.whole, ctx.begin = whole, begin
+        ctx.inputs = [x.detach().requires_grad_() for x in (q, *(kept[:, :, :end] for kept in whole.kept))]
+        if attention is flash_attention and attends(q):
+            ctx.o, ctx.lse = flash_forward(*ctx.inputs, True, q.size(3) ** -0.5)
+            return ctx.o.detach()
+        same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)      # recomputation keeps out of here
+        with torch.enable_grad(), same:
+            ctx.o, ctx.lse = attention(*ctx.inputs), None                    # (B, nh, t, hs)
+        return ctx.o.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        (q, keys, values), sums = ctx.inputs, ctx.whole.grads
+        end, last = keys.size(2), not sums      # the last slice's are the first, and of all keys
+        if ctx.lse is not None:                                              # the kernel adds
+            sums += [like(x) for x in (keys, values)] if last else []
+            grads = like(q), *(total[:, :, :end] for total in sums)
+            dq, *_ = launch_backward(q, keys, values, ctx.o, ctx.lse, do, None, True, q.size(3) ** -0.5, grads,
+                                     add=not last)
+        else:
+            dq, *grads = torch.autograd.grad(ctx.o, ctx.inputs, do)          # (B, nh, end, hs) for keys and values
+            sums += grads if last else []
+            for total, grad in zip(sums, grads if not last else ()):
+                total[:, :, :end] += grad
+        ctx.o = ctx.lse = ctx.inputs = ctx.whole = None
+        return dq, *(total[:, :, ctx.begin:end] for total in sums), None, None, None
+
+
+class Whole(NamedTuple):
+    """One sequence's keys and values at one layer, (B, nh, T, hs) each, and once there are some, their gradients."""
+
+    kept: list
+    grads: list
+
+
+class Prefix:
+    """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION;
+    slices: their lengths."""
+
+    def __init__(self, attention, slices):
+        self.layers, self.slices = {}, slices
+        self.attention = {"torch": torch_attention, "naive": lambda *qkv: attention_naive(*qkv)[0]}.get(
+            attention, flash_attention)
+
+    @torch.compiler.disable
+    def __call__(self, part, layer, q, k, v):
+        """The `attend` of slice `part`: q, k, v (B, nh, t, hs) -> (B, nh, t, hs)."""
+        if layer not in self.layers:
+            B, nh, _, hs = k.shape
+            self.layers[layer] = Whole([k.new_empty(B, nh, sum(self.slices), hs) for _ in range(2)], [])
+        return SliceAttention.apply(q, k, v, self.layers[layer], sum(self.slices[:part]), self.attention)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 6. Expert parallelism
+#
+# Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
+# back: two all-to-alls forward, two backward. The shapes are fixed by the capacity, however the router chooses: a rank
+# without a token to give sends empty slots, and nobody waits for a message that doesn't come.
+
+class ExpertParallel(nn.Module):
+    """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
+
+    def __init__(self, experts, group):
+        super().__init__()
+        self.experts, self.group = experts, group
+
+    def forward(self, x):
+        (G, E, n, C), ep = x.shape, self.group.size
+        x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
+        x = Exchange.apply(x.contiguous(), self.group).view(ep * G, E // ep, n, C)               # piece j from rank j
+        y = self.experts(x).reshape(ep, G, E // ep, n, C)
+        y = Exchange.apply(y.contiguous(), self.group)                             # home again
+        return y.transpose(0, 1).reshape(G, E, n, C)
+
+
+def expert_parallel(model, group):
+    """Exchanges the experts of a plain, or tensor-parallel, MoE GPT for those of this expert rank, in place."""
+    for block in model.blocks.values():
+        block.mlp.experts = ExpertParallel(block.mlp.experts, group)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# 7. The engine: all of it at once
+#
+# A rank has the pieces of the model that its stage has, each cut for its tensor and expert ranks, in units that it
+# shares with its data ranks. A step is backward on every micro-batch in the order of a schedule, then AdamW on every
+# unit.
 
 class Part(NamedTuple):
     """A micro-batch. idx and targets (B, T); total: the number of targets that its loss is divided by; share: its
@@ -1348,22 +1479,10 @@ class Parallel:
         self.stream = args.schedule == "pipedream"                           # never flushed but for a look at the model
         self.models = {i: GPT(config, self.layers[i], seed=None, attention=args.attention, device="meta")
                        for i in range(s, self.pieces, P)}
-        slots = {}
-        for model in self.models.values():
-            for path, module in model.named_modules():
-                for key, p in module._parameters.items():
-                    if p is not None:
-                        slots.setdefault(f"{path}.{key}", []).append((module._parameters, key))
-            if mesh.tp.size > 1:
-                tensor_parallel(model, mesh.tp)
-            if mesh.ep.size > 1 and config.n_expert:
-                expert_parallel(model, mesh.ep)
-        for name, places in slots.items():
-            for holder, key in places:
-                holder[key] = nn.Parameter(local_part(name, holder[key], mesh))
+        slots = self.cut()
         wide = self.wide = torch.promote_types(dtype, torch.float32)
-        several = args.batch_size // mesh.data.size > args.micro_batch
-        grad_dtype = wide if several else dtype                              # one micro-batch: nothing to add up
+        several = args.batch_size // mesh.data.size > args.micro_batch or len(self.slices) > 1 or self.pieces > P
+        grad_dtype = wide if several else dtype                              # of a single backward: nothing to add up
         self.pending = Pending()
         # a tied embedding's: the other stage joins when its backward is through, which may need ours: never wait before
         self.pending_tied = Pending(math.inf)
@@ -1397,6 +1516,23 @@ class Parallel:
         self.scale, self.good_steps = 2.0 ** 16 if self.scaled else 1.0, 0
         self.fill("master", start["model"].get if start else
                   lambda name: initial(config, name, self.shapes[name], args.seed))
+
+    def cut(self):
+        """Cuts the models for this rank. -> {name: [(a module's dictionary of parameters, key in it), ...]}"""
+        slots, mesh = {}, self.mesh
+        for model in self.models.values():
+            for path, module in model.named_modules():
+                for key, p in module._parameters.items():
+                    if p is not None:
+                        slots.setdefault(f"{path}.{key}", []).append((module._parameters, key))
+            if mesh.tp.size > 1:
+                tensor_parallel(model, mesh.tp)
+            if mesh.ep.size > 1 and self.config.n_expert:
+                expert_parallel(model, mesh.ep)
+        for name, places in slots.items():
+            for holder, key in places:
+                holder[key] = nn.Parameter(local_part(name, holder[key], mesh))
+        return slots
 
     def wrap(self, model, inner, unit, compiled):
         """Makes the units of a model's blocks, and has each block compute with them."""
@@ -1440,8 +1576,8 @@ class Parallel:
     def receive(self, action):
         """What the action needs, (rows, t, C), from the piece before or after; None if nothing does."""
         op, m, piece, part = action
-        P, me, source = self.mesh.pp.size, self.mesh.pp.rank, piece + {"F": -1, "B": 1, "step": self.pieces}[op]
-        if not 0 <= source < self.pieces:
+        P, me, source = self.mesh.pp.size, self.mesh.pp.rank, piece + (1 if op == "B" else -1)
+        if op == "step" or not 0 <= source < self.pieces:
             return None
         if source % P == me:
             return self.local[op, piece].popleft()
@@ -1515,18 +1651,17 @@ class Parallel:
     def execute(self, actions):
         """Runs any schedule on self.parts, {micro-batch: Part}. -> this rank's part of the loss. Sets `live`, the most
         it held at once."""
-        loss, self.live, prefixes = torch.zeros((), dtype=self.wide, device=self.mesh.device), 0, {}
+        loss, self.live = torch.zeros((), dtype=self.wide, device=self.mesh.device), 0
+        prefixes, sliced = defaultdict(partial(Prefix, self.args.attention, self.slices)), len(self.slices) > 1
         for action in actions:
             op, m, piece, part = action
             received = self.receive(action)
             self.mark(None)
             if op == "F":
                 idx, targets, pos = self.slice(m, part)
-                if len(self.slices) > 1:
-                    prefix = prefixes.setdefault((m, piece), Prefix(self.args.attention, self.slices))
-                attend = partial(prefix, part) if len(self.slices) > 1 else None
                 x = idx if received is None else received.requires_grad_()
-                y, own = self.forward(piece, x, targets, self.parts[m].total, pos, attend)
+                y, own = self.forward(piece, x, targets, self.parts[m].total, pos,
+                                      partial(prefixes[m, piece], part) if sliced else None)
                 self.held[m, piece, part] = x, y, own
                 self.live = max(self.live, len(self.held))
                 if own is not None:
@@ -1538,6 +1673,8 @@ class Parallel:
                     self.note_counts(piece)
             elif op == "B":
                 x, y, own = self.held.pop((m, piece, part))
+                if part == 0:      # the last of its slices
+                    prefixes.pop((m, piece), None)
                 outputs, grads = ([], []) if own is None else ([own * self.scale], [None])
                 if y is not None:
                     outputs, grads = [*outputs, y], [*grads, received]
@@ -1584,12 +1721,13 @@ class Parallel:
         self.parts |= {self.begun + i: Part(*pair, totals[i], shares[i], lr) for i, pair in enumerate(pairs)}
         self.norm = torch.zeros((), dtype=self.wide, device=self.mesh.device)
         done, self.begun = self.begun, self.begun + len(pairs)
-        actions, later = self.actions(self.begun), self.mesh.pp.size - 1 - self.mesh.pp.rank
+        actions = self.actions(self.begun)
+        left = min(self.begun, self.mesh.pp.size - 1 - self.mesh.pp.rank)    # backwards that wait for other stages
         for unit in self.units:
             unit.due = unit.uses
-        loss = self.execute(actions[done:len(actions) - 2 * min(self.begun, later)])
+        loss = self.execute(actions[done:len(actions) - 2 * left])
         # what is still to come back is numbered from 0 again, as the first forwards of what follows
-        shift = self.begun - min(self.begun, later)
+        shift = self.begun - left
         self.held = {(m - shift, piece, part): x for (m, piece, part), x in self.held.items()}
         self.parts = {m - shift: x for m, x in self.parts.items() if m >= shift}
         self.begun -= shift
@@ -1683,7 +1821,7 @@ class Parallel:
     def finish(self, norm, lr):
         """Takes the step, unless float16's gradient overflowed."""
         self.updates += 1
-        rates = self.rates(lr)
+        rates = self.rates(lr)      # with the scale that this gradient has: the next line may change it
         if self.update_scale(norm):
             self.update(norm, rates)
         else:
@@ -1752,7 +1890,7 @@ class Parallel:
     def whole(self, kind):
         """{name: tensor of full shape on the CPU} of master, exp_avg or exp_avg_sq; {} but on rank 0. All call it."""
         found, pp = {}, self.mesh.pp
-        writes = 0 in pp.ranks                                               # this stage's go to rank 0 from here
+        writes = self.mesh.data.rank == self.mesh.tp.rank == 0               # this stage's go to rank 0 from here
         for unit in self.units:
             flat = getattr(unit, kind)
             if unit.stage and unit.group.size > 1:
@@ -1788,6 +1926,10 @@ class Parallel:
     def load(self, state):
         """Takes up what `state` gave, on whatever mesh that was. UserError for moments that are not numbers."""
         self.fill("master", state["model"].get)
+        self.load_moments(state)
+
+    def load_moments(self, state):
+        """All of `load` but the weights, which an engine may have been made with."""
         for kind, named in state["moments"].items():
             self.fill(kind, named.get)
         flats = [getattr(unit, kind) for unit in self.units for kind in state["moments"]]
@@ -1808,112 +1950,6 @@ class Parallel:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# 5. Token parallelism
-#
-# With one long sequence there are no micro-batches to fill a pipeline with. But token t needs only what came before it:
-# its own slice of the sequence can enter the next stage while this one goes on with the slice after. All a slice needs
-# of the earlier ones, at each layer, are their keys and values. Their gradients are due when the later slices' backward
-# is through, which is why that runs in reverse:
-#
-#     o_2 = attention(q_2, [k_0 k_1 k_2], [v_0 v_1 v_2])       B2: gradients for all k, v; those of k_2, v_2 are whole
-#     o_1 = attention(q_1, [k_0 k_1], [v_0 v_1])               B1: adds to those of k_1, k_0; k_1's are whole now
-#
-# So a layer keeps the sequence's keys and values in one piece each, in which a slice sees what is before its end, and
-# their gradients in two more, from which it takes its own part when its turn comes.
-
-class SliceAttention(torch.autograd.Function):
-    """forward: attention of q to all keys and values so far, of which k and v (B, nh, t, hs) at `begin` are new /
-    backward: q's gradient, and what has come together for k and v."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, whole, begin, attention):
-        end = begin + k.size(2)
-        for kept, x in zip(whole.kept, (k, v)):
-            kept.data[:, :, begin:end] = x      # past what earlier slices saw, so that nothing saved for them changes
-        ctx.whole, ctx.begin = whole, begin
-        ctx.inputs = [x.detach().requires_grad_() for x in (q, *(kept[:, :, :end] for kept in whole.kept))]
-        if attention is flash_attention and attends(q):
-            ctx.o, ctx.lse = flash_forward(*ctx.inputs, True, q.size(3) ** -0.5)
-            return ctx.o.detach()
-        same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)      # recomputation keeps out of here
-        with torch.enable_grad(), same:
-            ctx.o, ctx.lse = attention(*ctx.inputs), None                    # (B, nh, t, hs)
-        return ctx.o.detach()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do):
-        (q, keys, values), sums = ctx.inputs, ctx.whole.grads
-        end, last = keys.size(2), not sums      # the last slice's are the first, and of all keys
-        if ctx.lse is not None:                                              # the kernel adds
-            sums += [like(x) for x in (keys, values)] if last else []
-            grads = like(q), *(total[:, :, :end] for total in sums)
-            dq, *_ = launch_backward(q, keys, values, ctx.o, ctx.lse, do, None, True, q.size(3) ** -0.5, grads,
-                                     add=not last)
-        else:
-            dq, *grads = torch.autograd.grad(ctx.o, ctx.inputs, do)          # (B, nh, end, hs) for keys and values
-            sums += grads if last else []
-            for total, grad in zip(sums, grads if not last else ()):
-                total[:, :, :end] += grad
-        ctx.o = ctx.lse = ctx.inputs = None
-        return dq, *(total[:, :, ctx.begin:end] for total in sums), None, None, None
-
-
-class Whole(NamedTuple):
-    """One sequence's keys and values at one layer, (B, nh, T, hs) each, and once there are some, their gradients."""
-
-    kept: list
-    grads: list
-
-
-class Prefix:
-    """The keys and values of one sequence's slices at each layer of one piece. attention: a key of model.ATTENTION;
-    slices: their lengths."""
-
-    def __init__(self, attention, slices):
-        self.layers, self.slices = {}, slices
-        self.attention = {"torch": torch_attention, "naive": lambda *qkv: attention_naive(*qkv)[0]}.get(
-            attention, flash_attention)
-
-    @torch.compiler.disable
-    def __call__(self, part, layer, q, k, v):
-        """The `attend` of slice `part`: q, k, v (B, nh, t, hs) -> (B, nh, t, hs)."""
-        if layer not in self.layers:
-            B, nh, _, hs = k.shape
-            self.layers[layer] = Whole([k.new_empty(B, nh, sum(self.slices), hs) for _ in range(2)], [])
-        return SliceAttention.apply(q, k, v, self.layers[layer], sum(self.slices[:part]), self.attention)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# 6. Expert parallelism
-#
-# Experts are cut over the expert ranks, which see different tokens. So each token travels to the rank of its expert and
-# back: two all-to-alls forward, two backward. The shapes are fixed by the capacity, however the router chooses: a rank
-# without a token to give sends empty slots, and nobody waits for a message that doesn't come.
-
-class ExpertParallel(nn.Module):
-    """experts: a module for E/ep experts. x (G, E, n, C), this rank's tokens for all experts -> the same shape."""
-
-    def __init__(self, experts, group):
-        super().__init__()
-        self.experts, self.group = experts, group
-
-    def forward(self, x):
-        (G, E, n, C), ep = x.shape, self.group.size
-        x = x.view(G, ep, E // ep, n, C).transpose(0, 1)                     # (ep, G, E/ep, n, C): piece j for rank j
-        x = Exchange.apply(x.contiguous(), self.group).view(ep * G, E // ep, n, C)               # piece j from rank j
-        y = self.experts(x).reshape(ep, G, E // ep, n, C)
-        y = Exchange.apply(y.contiguous(), self.group)                             # home again
-        return y.transpose(0, 1).reshape(G, E, n, C)
-
-
-def expert_parallel(model, group):
-    """A plain (or tensor-parallel) MoE GPT -> the same with its experts cut over the expert ranks."""
-    for block in model.blocks.values():
-        block.mlp.experts = ExpertParallel(block.mlp.experts, group)
-
-
-# --------------------------------------------------------------------------------------------------------------
 # What each mode costs, predicted
 
 def zero_bytes(zero, N):
@@ -1921,40 +1957,56 @@ def zero_bytes(zero, N):
     return {0: 16, 1: 4 + 12 / N, 2: 2 + 14 / N, 3: 16 / N}[zero]
 
 
-def predicted_bytes(engine, T):
-    """Bytes that a rank sends in a training step of T tokens a sequence, {kind: bytes}, from the papers' formulas."""
-    mesh, args, config, sent = engine.mesh, engine.args, engine.config, Counter()
-    size, wide = args.dtype.itemsize, engine.wide.itemsize
-    B, C, tp = args.batch_size // mesh.data.size, config.n_embd, mesh.tp.size
-    parts, layers = -(-B // args.micro_batch) * len(engine.slices), sum(len(m.layers) for m in engine.models.values())
-    again = int(args.recompute)                                              # forward's messages once more in backward
+class Work(NamedTuple):
+    """What a rank has and does in a step, as far as it decides what it sends."""
 
-    def ring(kind, n, itemsize, group, passes=1):
-        sent[kind] += passes * n * itemsize * (group.size - 1) / group.size
-    for unit in engine.units:
-        gathers = {0: 0, 1: 1, 2: 1, 3: parts if unit in engine.outer else 2 * parts}[unit.stage]      # weights
-        if unit.stage == 0:
-            ring("all_reduce", unit.padded, unit.grad_dtype.itemsize, unit.group, 2)
+    units: list              # (parameters, ranks with the same, ZeRO's stage, bytes of a gradient, gathers of weights)
+    sequences: int
+    parts: int               # micro-batches, or their slices
+    layers: int
+    borders: int             # of its pieces with those of other ranks
+    ends: int                # of the model: the embedding, the loss
+    last: bool               # whether it has the loss
+
+
+def traffic(config, work, tp, ep, recompute, size, wide):
+    """What a rank sends in a step, by the papers' formulas: yields (axis, kind, bytes). size, wide: bytes of an
+    activation and of a number of the loss."""
+    def ring(n, N):
+        return n * (N - 1) / N
+    for n, N, stage, grad, gathers in work.units:
+        if stage == 0:
+            yield "data", "all_reduce", ring(2 * n * grad, N)
         else:
-            ring("all_gather", unit.padded, size, unit.group, gathers)
-            ring("reduce_scatter", unit.padded, *((unit.grad_dtype.itemsize, unit.group) if unit.stage == 1 else
-                                                  (size, unit.group, parts)))
-    if mesh.pp.size > 1:      # activations to the piece after, their gradients to the piece before
-        borders = sum((piece < engine.pieces - 1) + (piece > 0) for piece in engine.models)
-        sent["send"] = B * T * C * borders * size
-    if tp > 1:      # two f and two g a block; the embedding and the loss's gradient of x; three numbers a token. What a
-        # dense block's last g gives isn't needed in backward, and so isn't computed again
-        ends = [model.first for model in engine.models.values()] + [model.last for model in engine.models.values()]
-        ring("all_reduce", B * T * C * layers * (4 + again * (2 if config.n_expert else 1)), size, mesh.tp, 2)
-        ring("all_reduce", B * T * C * sum(ends), size, mesh.tp, 2)
-        ring("all_reduce", B * T * 3 * any(model.last for model in engine.models.values()), wide, mesh.tp, 2)
-    if mesh.ep.size > 1 and config.n_expert:      # there and back, forward and backward
-        capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
-        ring("all_to_all", B * config.n_expert * capacity * C * layers * (4 + 2 * again), size, mesh.ep)
-        if tp > 1:      # the MLPs' f and g are on the experts' slots instead of the tokens
-            ring("all_reduce", (B * config.n_expert * capacity - B * T) * C * layers * (2 + again), size, mesh.tp, 2)
-    ring("all_reduce", 8, 1, mesh.data, 2)                                   # the number of targets
-    ring("all_reduce", 1, wide, mesh.world, 2)                               # the gradient's norm
+            yield "data", "all_gather", ring(n * size * gathers, N)
+            yield "data", "reduce_scatter", ring(n * (grad if stage == 1 else size * work.parts), N)
+    tokens, again = work.sequences * config.block_size, int(recompute)       # forward's messages once more in backward
+    x = tokens * config.n_embd * size                                        # activations, bytes
+    slots = config.n_expert * capacity(config, config.block_size) / config.block_size if config.n_expert else 0
+    yield "pipeline", "send", x * work.borders      # to the piece after; gradients to the piece before
+    # attention's f and g, forward and backward, and the MLP's, of tokens or of the experts' slots; what a dense block's
+    # last g gives isn't needed in backward, and so isn't computed again; three numbers a token for the loss
+    block = (2 + again) * (1 + slots) if config.n_expert else 4 + again
+    yield "tensor", "all_reduce", ring(2 * (x * (work.layers * block + work.ends) + 3 * tokens * wide * work.last), tp)
+    yield "expert", "all_to_all", ring(x * slots * work.layers * (4 + 2 * again), ep)      # there and back
+
+
+def predicted_bytes(engine, T):
+    """Bytes that a rank sends in a training step of T tokens a sequence, {kind: bytes}."""
+    mesh, args, config, models = engine.mesh, engine.args, engine.config, engine.models
+    size, wide, B = args.dtype.itemsize, engine.wide.itemsize, args.batch_size // mesh.data.size
+    parts = -(-B // args.micro_batch) * len(engine.slices)
+    units = [(unit.padded, unit.group.size, unit.stage, unit.grad_dtype.itemsize,
+              (parts if unit in engine.outer else 2 * parts) if unit.stage == 3 else 1) for unit in engine.units]
+    work = Work(units, B, parts, sum(len(m.layers) for m in models.values()),
+                sum((i > 0) + (i < engine.pieces - 1) for i in models) if mesh.pp.size > 1 else 0,
+                sum(m.first + m.last for m in models.values()), any(m.last for m in models.values()))
+    sent = Counter()
+    for _, kind, n in traffic(replace(config, block_size=T), work, mesh.tp.size, mesh.ep.size, args.recompute, size,
+                              wide):
+        sent[kind] += n
+    for n, group in ((8, mesh.data), (wide, mesh.world)):                    # number of targets; the gradient's norm
+        sent["all_reduce"] += 2 * n * (group.size - 1) / group.size
     return {kind: round(n) for kind, n in sent.items() if n}
 
 
@@ -1981,9 +2033,9 @@ class Stage(NamedTuple):
 
 
 def local_parameters(config, args):
-    """(P, 2) parameters of a rank of each stage: dense ones, experts'."""
+    """(P, 3) parameters of a rank of each stage: dense ones, experts', and of an embedding that two stages have."""
     one = argparse.Namespace(tp=argparse.Namespace(size=args.tp, rank=0), ep=argparse.Namespace(size=args.ep, rank=0))
-    pieces, found = args.pp * args.chunks, np.zeros((args.pp, 2), np.int64)
+    pieces, found = args.pp * args.chunks, np.zeros((args.pp, 3), np.int64)
     of_layer = [i % args.pp for i, part in enumerate(np.array_split(range(config.n_layer), pieces)) for _ in part]
     for name, p in GPT(config, seed=None, device="meta").named_parameters():
         block = re.match(r"blocks\.(\d+)\.", name)
@@ -1994,7 +2046,7 @@ def local_parameters(config, args):
         else:
             stages = {args.pp - 1}
         for stage in stages:
-            found[stage, int("experts." in name)] += local_part(name, p, one).numel()
+            found[stage, 2 if len(stages) > 1 else int("experts." in name)] += local_part(name, p, one).numel()
     return found
 
 
@@ -2003,33 +2055,29 @@ def rate(args, ranks, apart):
     return (args.link if ranks * apart <= args.node else args.net) * 1e9
 
 
-def predict_stage(config, args, parameters, layers, held, borders, ends):
-    """-> Stage, of a rank with these (dense, experts') parameters and so many layers, micro-batches held at once,
-    borders to other ranks' pieces, and ends of the model."""
-    data, dp = args.data, args.data // args.ep
-    B, T, C, tp, ep = args.batch_size // data, config.block_size, config.n_embd, args.tp, args.ep
+def predict_stage(config, args, parameters, layers, held, borders, ends, last):
+    """-> Stage, of a rank with these parameters, as local_parameters gives them, and so many layers, micro-batches held
+    at once, borders and ends as in Work."""
+    B, T, C = args.batch_size // args.data, config.block_size, config.n_embd
     M = B // args.micro_batch
-    wide, again, sent = 4 if M > 1 else 2, int(args.recompute), {}           # of a gradient; forward once more
-    groups = [(int(n), group) for n, group in zip(parameters, (data, dp)) if n]
-    weights, gradients, moments = (sum(size * n / (N if args.zero >= stage else 1) for n, N in groups)
+    wide = 4 if M > 1 else 2                                                 # of a gradient
+    groups = [(int(n), N, zero) for n, N, zero in zip(
+        parameters, (args.data, args.data // args.ep, 2 * args.data), (args.zero, args.zero, min(args.zero, 1))) if n]
+    weights, gradients, moments = (sum(size * n / (N if zero >= stage else 1) for n, N, zero in groups)
                                    for size, stage in ((2, 3), (wide, 2), (12, 1)))
-
-    def note(kind, n, ranks, apart):
-        if ranks > 1 and n:
-            sent[kind] = n, n / rate(args, ranks, apart)
-    passes = {0: 2 * wide, 1: wide + 2, 2: 2 * M + 2, 3: 2 * M + 4 * M}[args.zero]             # bytes a parameter
-    note("data", sum(n * passes * (N - 1) / N for n, N in groups), data, args.tp * args.pp)
-    note("tensor", 2 * B * T * C * (layers * (4 + again) + ends) * 2 * (tp - 1) / tp, tp, 1)
-    note("pipeline", 2 * B * T * C * borders, args.pp, tp)
-    slots = 1.0      # of the MLPs, a token
-    if config.n_expert:
-        capacity = min(T, math.ceil(config.top_k * T / config.n_expert * config.capacity_factor))
-        slots = config.n_expert * capacity / T
-        note("expert", 2 * B * T * slots * C * layers * (4 + 2 * again) * (ep - 1) / ep, ep, tp * args.pp)
-    # two norms, in and out; q, k, v, o and the MLP's 8 C, which tensor parallelism cuts
-    token = 2 * C * (1 if again else 4 + (4 + 8 * slots) / tp)
+    units = [(n, N, zero, wide, 2 * M if zero == 3 else 1) for n, N, zero in groups]
+    ranks = {"data": (args.data, args.tp * args.pp), "pipeline": (args.pp, args.tp), "tensor": (args.tp, 1),
+             "expert": (args.ep, args.tp * args.pp)}                         # how many, and how far apart
+    sent = Counter()
+    for axis, _, n in traffic(config, Work(units, B, M, layers, borders if args.pp > 1 else 0, ends, last), args.tp,
+                              args.ep, args.recompute, 2, 4):
+        sent[axis] += n
+    # two norms, in and out; q, k, v, o and the MLP's 8 C, of tokens or slots, which tensor parallelism cuts
+    slots = config.n_expert * capacity(config, T) / T if config.n_expert else 1
+    token = 2 * C * (1 if args.recompute else 4 + (4 + 8 * slots) / args.tp)
     activations = args.micro_batch * T * token * layers / args.chunks * held
-    return Stage(int(sum(parameters)), weights, gradients, moments, activations, held, sent)
+    return Stage(int(sum(parameters)), weights, gradients, moments, activations, held,
+                 {axis: (n, n / rate(args, *ranks[axis])) for axis, n in sent.items() if n})
 
 
 def predict(config, args):
@@ -2041,8 +2089,9 @@ def predict(config, args):
     stages = [predict_stage(config, args, n, sum(counts[s::args.pp]), line.live(s),
                             *(sum(any_of(piece) for piece in range(s, pieces, args.pp)) for any_of in (
                                 lambda piece: (piece > 0) + (piece < pieces - 1),
-                                lambda piece: (piece == 0) + (piece == pieces - 1))))
+                                lambda piece: (piece == 0) + (piece == pieces - 1))), s == args.pp - 1)
               for s, n in enumerate(local_parameters(config, args))]
+    stages = [x._replace(weights=x.weights * line.versions(s)) for s, x in enumerate(stages)]
     flops = flops_per_token(config) * args.batch_size * config.block_size
     compute = flops * (4 / 3 if args.recompute else 1) / args.gpus / (args.efficiency * args.peak * 1e12)
     waits = max(sum(stage.sent[kind][1] for kind in ("tensor", "expert") if kind in stage.sent) for stage in stages)
@@ -2060,9 +2109,10 @@ def plan_options():
     p = Options(prog="parallel.py", description="Without options the schedules are drawn, or under torchrun each mode "
                 "is measured. With --plan: what a training step would cost elsewhere.")
     p.add_argument("--plan", action="store_true", help="predict memory, bytes, bubble and MFU; starts no process")
-    p.add_argument("--preset", choices=PRESETS, default="gpt2-xl", help="the model's shape (default: gpt2-xl)")
+    shapes = {name: preset for name, preset in PRESETS.items() if "n_layer" in preset}
+    p.add_argument("--preset", choices=shapes, default="gpt2-xl", help="the model's shape (default: gpt2-xl)")
     for name, kind, default, text in (
-            ("n_layer", int, None, "instead of the preset's, as the next four"), ("n_head", int, None, ""),
+            ("n_layer", int, None, "instead of the preset's, as the next three"), ("n_head", int, None, ""),
             ("n_embd", int, None, ""), ("block_size", int, None, "tokens of a sequence"),
             ("vocab_size", int, 50257, "number of ids"), ("n_expert", int, 0, "experts a block"),
             ("gpus", int, 8, "ranks in all"), ("tp", int, 1, "tensor-parallel ranks"), ("pp", int, 1, "stages"),
@@ -2072,27 +2122,32 @@ def plan_options():
             ("memory", float, 141.0, "GB of a GPU"), ("peak", float, 989.0, "TFLOP/s of a GPU by its data sheet"),
             ("efficiency", float, 0.5, "share of that which its kernels reach"),
             ("link", float, 300.0, "GB/s of a GPU within a node"), ("net", float, 45.0, "GB/s of a GPU between nodes")):
-        p.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default})".strip())
+        p.add_argument(f"--{name}", type=kind, default=default,
+                       help=text if default is None else f"{text} (default: {default})")
     p.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO's stage (default: 0)")
     p.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="(default: 1f1b)")
     p.add_argument("--recompute", action="store_true", help="activations again in backward")
-    return p, PRESETS
+    return p, shapes
 
 
 def planned(argv=None):
     """The command line -> (args, config). UserError for what can't be laid out."""
-    p, presets = plan_options()
+    p, shapes = plan_options()
     args = p.parse(argv)
-    shape = presets[args.preset]
+    if not args.plan:
+        raise UserError("options are for --plan; without it there are none")
+    shape = shapes[args.preset]
     fields = {name: shape.get(name) if getattr(args, name) is None else getattr(args, name)
               for name in ("n_layer", "n_head", "n_embd", "block_size")}
-    for name in ("gpus", "tp", "pp", "ep", "chunks", "micro_batch", "node"):
-        if getattr(args, name) < 1:
+    for name in ("gpus", "tp", "pp", "ep", "chunks", "micro_batch", "batch_size", "node"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 1")
     if min(args.memory, args.peak, args.efficiency, args.link, args.net) <= 0:
         raise UserError("memory, peak, efficiency, link and net must be above 0")
     if args.chunks > 1 and args.schedule != "interleaved":
         raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
+    if args.schedule == "pipedream" and args.zero:
+        raise UserError(f"zero={args.zero}: schedule=pipedream keeps whole weights, in versions")
     config = GPTConfig(vocab_size=args.vocab_size, bias=False, n_expert=args.n_expert, **fields)
     if args.gpus % (args.tp * args.pp * args.ep):
         raise UserError(f"gpus={args.gpus} must be a multiple of tp={args.tp} x pp={args.pp} x ep={args.ep}")
@@ -2101,7 +2156,8 @@ def planned(argv=None):
         print(f"n_head={config.n_head} can't be split over tp={args.tp}, so training would refuse: predicted as if it "
               f"could", file=sys.stderr)
     args.data = args.gpus // (args.tp * args.pp)                             # ranks that see different tokens
-    args.batch_size = args.batch_size or args.data * args.micro_batch * 4 * args.pp
+    if args.batch_size is None:
+        args.batch_size = args.data * args.micro_batch * 4 * args.pp
     if args.batch_size % (args.data * args.micro_batch):
         raise UserError(f"batch_size={args.batch_size} must be a multiple of {args.data} data ranks x "
                         f"micro_batch={args.micro_batch}")
@@ -2136,6 +2192,12 @@ def show_plan(args, config):
 
 # --------------------------------------------------------------------------------------------------------------
 # The chapter's claims, predicted beside measured: torchrun --nproc_per_node=4 parallel.py
+
+def model_of(N, mode):
+    """The shape on which N ranks show a mode: every cut comes out even."""
+    experts = dict(n_expert=2 * N) if "ep" in mode else {}
+    return GPTConfig(vocab_size=65, block_size=64, n_layer=max(4, N), n_head=2 * N, n_embd=24 * N, **experts)
+
 
 def modes(N):
     """(name, what is cut, options) of what N ranks can show."""
@@ -2218,9 +2280,7 @@ def chapter():
                   f"{'mode':22}{'what is cut':29}{'sent: predicted':>16}{'measured':>12}{'state: predicted':>18}"
                   f"{'measured':>10}{'difference':>12}{'ms a step':>11}")
         for name, cut, mode in modes(N):
-            experts = dict(n_expert=2 * N) if "ep" in mode else {}
-            config = GPTConfig(vocab_size=65, block_size=64, n_layer=4, n_head=2 * N, n_embd=24 * N, **experts)
-            a, b, c, d, difference, seconds = show(config, mode, device)
+            a, b, c, d, difference, seconds = show(model_of(N, mode), mode, device)
             if mesh.world.rank == 0:
                 print(f"{name:22}{cut:29}{a:16,}{b:12,}{c:18.2f}{d:10.2f}{difference:12.0e}{1e3 * seconds:11.1f}",
                       flush=True)
@@ -2229,10 +2289,9 @@ def chapter():
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv:
-        args, config = planned(argv)
-        if args.plan:
-            return show_plan(args, config)
-    chapter()
+        show_plan(*planned(argv))
+    else:
+        chapter()
 
 
 if __name__ == "__main__":

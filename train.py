@@ -51,7 +51,7 @@ from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer,
                    derive, find_tokenizer, flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype,
                    replacing, tokenizer_of)
 from parallel import (SCHEDULES, Parallel, Unreachable, all_reduce, between, check_layout, joined, now, partition,
-                      profile_layers, profile_slices, simulate, slice_tokens, world_size)
+                      plan_slices, profile_layers, simulate, world_size)
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -208,8 +208,9 @@ def parse(argv=None):
 
     Defaults of an option that isn't typed come from the preset; with --resume, from the run that wrote the checkpoint.
     Which preset and which checkpoint is itself on the command line: so it's read once for those, and once for all."""
-    parser = options()
-    typed = parser.parse(argv)
+    parser, first = options(), options()
+    first.set_defaults(**dict.fromkeys(ARCHITECTURE))      # so that what is typed shows, be it the default
+    typed = first.parse(argv)
     if typed.resume and typed.init_from:
         raise UserError("--resume goes on from out/ckpt.pt and --init_from starts anew; give one of them")
     path = Path(typed.out) / "ckpt.pt" if typed.resume else typed.init_from
@@ -226,7 +227,7 @@ def parse(argv=None):
     fixed = asdict(config_of(start)) if start else {}
     fixed = {name: value for name, value in fixed.items() if name not in FREE}
     for name, value in {**fixed, "preset": before.get("preset", preset)}.items():
-        if getattr(typed, name) not in (None, parser.get_default(name), value):
+        if getattr(typed, name) not in (None, value):
             raise UserError(f"{name}={getattr(typed, name)} differs from the checkpoint's {name}={value}, which can't "
                             "change")
     defaults.update(fixed, preset=preset)
@@ -590,7 +591,7 @@ PEAK = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
 def peak_flops(device):
     """FLOP/s of the card, or None where it isn't known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for card, peak in PEAK.items() if card in name), None)
+    return next((peak for card, peak in PEAK.items() if re.search(rf"\b{card}\b", name)), None)
 
 
 class Diverged(Exception):
@@ -772,25 +773,12 @@ def plan(args, config, mesh):
     return argparse.Namespace(**vars(args) | dict(partition=lengths, slices=slices))
 
 
-def plan_slices(config, args):
-    """Tokens of each slice, by TeraPipe's dynamic program in eighths of the sequence; equal slices, unless others
-    should be faster by 5%: less than that one measured block doesn't know of the whole."""
-    T, cost = config.block_size, profile_slices(config, args)
-    planned, seconds = slice_tokens(cost, T, args.pp, -(-T // 8))
-
-    def taken(slices):
-        costs = [cost(n, end - n) for n, end in zip(slices, np.cumsum(slices).tolist())]
-        return sum(costs) + (args.pp - 1) * max(costs)
-    equal = min(([T // n] * n for n in (1, 2, 4, 8) if T % n == 0), key=taken)
-    return planned if seconds < 0.95 * taken(equal) else equal
-
-
 def build(args, config, mesh, start):
     """-> the engine that trains. `start`: a checkpoint's dictionary, to go on from with --resume, else to take the
     weights from; None: from the seed."""
     engine = Parallel(config, mesh, plan(args, config, mesh), start)
     if start and args.resume:
-        engine.load(start)
+        engine.load_moments(start)
     return engine
 
 
@@ -955,7 +943,8 @@ def check_memory(args, config):
     """UserError if masters, gradient and moments, or one batch of ids, are more than the machine's memory."""
     C, share = config.n_embd, args.tp * (data_ranks(args) if args.zero else 1)
     mlps = 8 * max(1, config.n_expert / args.ep)
-    parameters = int(C * (config.padded_vocab + config.block_size + (4 + mlps) * config.n_layer * C) / share)
+    layers = (4 + mlps) * config.n_layer * C / args.pp                       # the first stage has the embedding too
+    parameters = int(C * (config.padded_vocab + config.block_size + layers) / share)
     need = (4 if args.eval_only else 16) * parameters + 16 * args.batch_size * args.block_size
     if args.device.type == "cuda":
         there = torch.cuda.get_device_properties(args.device).total_memory

@@ -166,7 +166,7 @@ def moe_loop(moe, x):
     """The layer by its definition, a token and an expert at a time: y (B, T, C), aux (B,), counts (E + 1,)."""
     p, k = dict(moe.named_parameters()), moe.top_k
     B, T, E = *x.shape[:2], p["router.weight"].size(0)
-    capacity = min(T, math.ceil(k * T / E * moe.capacity_factor)) if moe.training else T
+    capacity = min(T, math.ceil(k * T / E * moe.config.capacity_factor)) if moe.training else T
     counts, outputs, aux = [0] * (E + 1), [], []
 
     def expert(e, v):

@@ -177,6 +177,28 @@ def state_bytes(world, seed):
     return found
 
 
+def gathered(world, seed):
+    """Whether weights are let go of where a step ends, and whether others than rank 0 copy any to the host."""
+    found, cpu = {}, torch.Tensor.cpu
+    for mode in (dict(zero=3), dict(zero=3, recompute=True), dict(zero=2, recompute=True), dict(tp=2, zero=1)):
+        engine, copies = engine_of(mode, world, torch.float32), []
+        steps(engine, seed, 1)
+        kept = [key for unit in engine.units for places in unit.slots.values() for holder, key in places if holder[key] is not None]
+        torch.Tensor.cpu = lambda x, copies=copies: copies.append(x) or cpu(x)
+        try:
+            engine.whole("exp_avg")
+        finally:
+            torch.Tensor.cpu = cpu
+        found[str(mode)] = len(kept), len(copies), len(engine.shapes) if dist.get_rank() == 0 else 0
+    return found
+
+
+def deep_pipeline(world, seed):
+    """The chapter's row with as many stages as ranks, more than its model has layers elsewhere."""
+    (_, _, mode), = [row for row in parallel.modes(world) if row[0] == "pipeline"]
+    return parallel.show(parallel.model_of(world, mode), mode, torch.device("cpu"), 2)
+
+
 class Watch(TorchDispatchMode):
     """The most bytes alive at once of tensors other than those in `kept`."""
 
@@ -515,11 +537,11 @@ def float16_overflow(world, seed):
     return bool(norm.isfinite()), torch.equal(engine.units[0].master, before), engine.scale
 
 
-CASES = {2: [training, compiled, ledger, state_bytes, peak, collectives, naive_data_parallel, accumulation, checkpoints, dropout,
+CASES = {2: [training, compiled, ledger, state_bytes, gathered, peak, collectives, naive_data_parallel, accumulation, checkpoints, dropout,
              one_expert_gets_all, float16_overflow, pipelines, asynchronous, pipedream_learns, large_messages],
          3: [training, ledger, state_bytes, collectives, accumulation, checkpoints, pipelines, asynchronous,
              large_messages],
-         4: [training, ledger, checkpoints, dropout, pipelines, asynchronous, large_messages], 8: [training, ledger]}
+         4: [training, ledger, checkpoints, dropout, pipelines, asynchronous, large_messages], 8: [training, ledger, deep_pipeline]}
 
 
 def rank_main(rank, world, folder, seed):
@@ -612,6 +634,18 @@ def test_bytes_sent_are_as_predicted(world):
 def test_bytes_kept_are_those_of_the_table(world):
     for zero, (kept, table) in of(world, "state_bytes")[0].items():
         assert abs(kept / table - 1) < 1e-3, (zero, kept, table)
+
+
+@every(gathered)
+def test_weights_are_let_go_of_and_copied_by_one_rank(world):
+    for found in of(world, "gathered"):
+        assert all(kept == 0 and copies == wanted for kept, copies, wanted in found.values()), found
+
+
+@every(deep_pipeline)
+def test_as_many_stages_as_there_are_ranks(world):
+    for predicted, sent, table, kept, difference, _ in of(world, "deep_pipeline"):
+        assert predicted == sent and abs(table / kept - 1) < 1e-3 and difference < 1e-5
 
 
 @every(peak)
@@ -750,6 +784,40 @@ def test_a_picture():
     assert [line.rstrip() for line in page.splitlines()] == ["rank 0  F0 F1       B0       B1", "rank 1     F0 B0    F1 B1"]
 
 
+def one_process(slices, dtype, seed, **options):
+    """An engine on this process alone, after one backward of sequences of 64 tokens, and the gradient of each weight."""
+    g = torch.Generator().manual_seed(seed)
+    idx, targets = (torch.randint(0, 65, (4, 64), generator=g) for _ in range(2))
+    args = Namespace(**{**OPTIONS, "batch_size": 4, "micro_batch": 4, "zero": 0, "dtype": dtype, "slices": slices, **options})
+    config = GPTConfig(vocab_size=65, block_size=64, n_layer=2, n_head=2, n_embd=36)
+    engine = Parallel(config, Mesh.alone(torch.device("cpu")), args)
+    engine.backward(idx, targets)
+    return engine, torch.cat([unit.grad.double() for unit in engine.units])
+
+
+def test_gradients_of_slices_are_summed_in_float32(seed):
+    _, exact = one_process(None, torch.float64, seed)
+    error = {}
+    for slices in (None, [1] * 64):
+        engine, grad = one_process(slices, torch.bfloat16, seed)
+        error[str(slices)] = (grad - exact).norm() / exact.norm()
+    assert error[str([1] * 64)] < 1.3 * error["None"]
+
+
+def test_a_sliced_micro_batch_is_let_go_of_when_its_backward_is_through(seed, monkeypatch):
+    alive, most, attend = weakref.WeakValueDictionary(), [], parallel.Prefix.__call__
+
+    def watched(self, part, layer, *qkv):
+        o = attend(self, part, layer, *qkv)
+        alive[id(self.layers[layer].kept[0])] = self.layers[layer].kept[0]
+        most.append(len(alive))
+        return o
+    monkeypatch.setattr(parallel.Prefix, "__call__", watched)
+    one_process([40, 24], torch.float32, seed, micro_batch=1)
+    # the keys of two layers: F0.0 and F0.1, then F1.0 while one slice of 0 is left, F1.1, ...
+    assert most == [1, 2, 2, 2] + 3 * [3, 4, 2, 2] and not alive
+
+
 def compositions(n, k):
     """All ways to cut 0 .. n into k pieces that aren't empty."""
     return ([0, *cuts, n] for cuts in itertools.combinations(range(1, n), k - 1))
@@ -786,23 +854,33 @@ def test_the_plan_has_zeros_table_and_large_models():
     """The paper's: 7.5 billion parameters on 64 ranks; and 400 billion, 2 bytes each."""
     for zero, want in enumerate((120, 31.4, 16.6, 1.9)):
         args, config = plan_of("--gpus=64", f"--zero={zero}", "--batch_size=64")
-        stage = parallel.predict_stage(config, args, (7.5e9, 0), 0, 0, 0, 0)
+        stage = parallel.predict_stage(config, args, (7.5e9, 0, 0), 0, 0, 0, 0, False)
         assert abs(stage.memory / 1e9 - want) < 0.06
     args, config = plan_of("--n_layer=124", "--n_embd=16384", "--n_head=128", "--gpus=512", "--tp=8", "--pp=4")
     stages, _ = parallel.predict(config, args)
     assert abs(8 * sum(x.weights for x in stages) / 1e9 - 800) < 4           # the embedding twice
 
 
-@pytest.mark.parametrize("options,kind,want", [
-    (["--gpus=4"], "data", 2_795_922), (["--gpus=4", "--zero=1"], "data", 2_795_922),
-    (["--gpus=4", "--zero=3"], "data", 4_138_002), (["--gpus=4", "--tp=4"], "tensor", 10_635_270)])
-def test_the_plan_sends_what_the_ledger_counted(options, kind, want):
+@pytest.mark.parametrize("options,want", [
+    ("--gpus=4", 2_795_922), ("--gpus=4 --zero=1", 2_795_922), ("--gpus=4 --zero=2", 2_795_922), ("--gpus=4 --zero=3", 4_138_002),
+    ("--gpus=4 --tp=4", 10_635_270), ("--gpus=4 --ep=4 --n_expert=8", 2_507_922), ("--gpus=4 --pp=4", 442_374),
+    ("--gpus=4 --pp=2 --tp=2", 3_956_742), ("--gpus=4 --tp=2 --zero=3", 6_342_926),
+    ("--gpus=4 --ep=2 --tp=2 --n_expert=8", 6_271_502)])
+def test_the_plan_sends_what_the_ledger_counted(options, want):
     """In bfloat16 half of the README's table, which is in float32."""
-    batch = "--micro_batch=16" if kind == "tensor" else "--micro_batch=4"
-    args, config = plan_of("--n_layer=4", "--n_head=8", "--n_embd=96", "--block_size=64", "--vocab_size=65",
-                           "--batch_size=16", batch, *options)
+    args, config = plan_of("--n_layer=4", "--n_head=8", "--n_embd=96", "--block_size=64", "--vocab_size=65", "--batch_size=16",
+                           *options.split())
+    args.micro_batch = 4 if args.zero > 1 else 16 // args.data      # else gradients would be summed, and sent, in float32
     stages, _ = parallel.predict(config, args)
-    assert abs(2 * stages[0].sent[kind][0] / want - 1) < 0.02
+    assert abs(2 * sum(n for n, _ in stages[0].sent.values()) / want - 1) < 0.02
+
+
+def test_the_plan_counts_pipedreams_versions():
+    weights = {}
+    for schedule in ("1f1b", "pipedream"):
+        args, config = plan_of("--preset=gpt2", "--gpus=4", "--pp=4", f"--schedule={schedule}")
+        weights[schedule] = [x.weights for x in parallel.predict(config, args)[0]]
+    assert [a / b for a, b in zip(weights["pipedream"], weights["1f1b"])] == [4, 3, 2, 1]
 
 
 def test_the_plan_holds_what_the_schedule_holds():
@@ -827,10 +905,13 @@ def test_the_plan_as_a_program(capsys):
     assert "n_head=25" in capsys.readouterr().err
     for options, words in ((["--gpus=6", "--tp=5"], "gpus=6"), (["--pp=0"], "pp=0"),
                            (["--gpus=64", "--pp=64"], "n_layer=48"), (["--batch_size=9"], "batch_size=9"),
-                           (["--chunks=2"], "chunks=2"), (["--net=0"], "net"), (["--gups=2"], "--gpus")):
+                           (["--chunks=2"], "chunks=2"), (["--net=0"], "net"), (["--gups=2"], "--gpus"), (["--batch_size=0"], "batch_size=0"),
+                           (["--batch_size=-8"], "batch_size=-8"), (["--preset=finetune"], "finetune"),
+                           (["--schedule=pipedream", "--zero=3"], "zero=3")):
         assert parallel.program("parallel.py", parallel.main, ["--plan", *options]) == 2
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1, err
+    assert parallel.program("parallel.py", parallel.main, ["--gpus=8"]) == 2 and "--plan" in capsys.readouterr().err
 
 
 def test_slices_are_the_best_of_all():

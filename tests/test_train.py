@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -610,6 +611,10 @@ def test_bad_checkpoints(text, tmp_path, capsys):
     path, resume = tmp_path / "ckpt.pt", ["--resume", f"--out={tmp_path}", "--max_steps=2"]
     refused(capsys, [*resume, "--n_layer=3"], "n_layer=3", "n_layer=2")
     refused(capsys, [*resume, "--vocab_size=300"], "vocab_size=300", "256")
+    assert run(text, tmp_path / "e", "--max_steps=1", "--n_expert=4", "--top_k=2") == 0
+    for name, usual, kept in (("n_expert", 0, 4), ("top_k", 1, 2)):      # an option's default is no less typed
+        refused(capsys, ["--resume", f"--out={tmp_path / 'e'}", f"--{name}={usual}"], f"{name}={usual}", f"{name}={kept}")
+    assert train.main(["--resume", f"--out={tmp_path / 'e'}", "--n_expert=4", "--max_steps=2", "--no-compile"]) == 0
     whole = path.read_bytes()
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -648,3 +653,24 @@ def test_help_is_a_manual(capsys):
 def test_it_runs_without_triton():
     code = "import sys; sys.modules['triton'] = None; import model, paged, speculate, train, sample"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_card_of_a_name(monkeypatch):
+    want = {"NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA GH200 480GB": 989e12, "NVIDIA A10G": 125e12,
+            "NVIDIA A10": 125e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA RTX A6000": 155e12, "NVIDIA RTX A4000": None,
+            "NVIDIA RTX A1000": None, "NVIDIA L40S": 362e12, "Tesla T4": None}
+    want["NVIDIA A10G"] = 70e12
+    for name, peak in want.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert train.peak_flops(torch.device("cuda")) == peak, name
+
+
+def test_memory_is_that_of_a_stage(monkeypatch):
+    config = GPTConfig(vocab_size=50257, block_size=2048, n_layer=64, n_head=32, n_embd=4096)      # 12.9B
+    args = dict(ep=1, dp=1, zero=0, eval_only=False, batch_size=8, block_size=2048, device=torch.device("cpu"))
+    monkeypatch.setattr(os, "sysconf", lambda name: 40 * 2 ** 30 if name == "SC_PAGE_SIZE" else 1)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    train.check_memory(Namespace(**args, tp=1, pp=8), config)
+    for tp, pp in ((1, 4), (2, 1)):
+        with pytest.raises(UserError, match="this machine has 40"):
+            train.check_memory(Namespace(**args, tp=tp, pp=pp), config)
