@@ -19,7 +19,7 @@ prefill (Agrawal et al. 2024, 2403.02310); split over the context (Dao et al. 20
 
 Reads top to bottom: the naive cache and what it wastes, blocks, attention through block tables, a block in few kernels,
 sampling, the engine.
-What it can't do: more than one GPU, a model that isn't in float32, bfloat16 or float16 on CUDA.
+What it can't do: more than one GPU. Where there are no kernels (float64, heads above 256) it's exact and slow.
 """
 
 from __future__ import annotations      # kernels name tl.constexpr, also where there is no tl

@@ -1952,9 +1952,9 @@ class Parallel:
 # --------------------------------------------------------------------------------------------------------------
 # What each mode costs, predicted
 
-def zero_bytes(zero, N):
-    """Bytes of state a parameter, in bfloat16 with one micro-batch a step: the table above."""
-    return {0: 16, 1: 4 + 12 / N, 2: 2 + 14 / N, 3: 16 / N}[zero]
+def zero_bytes(zero, N, grad=2):
+    """Bytes of state a parameter, in bfloat16: the table above. grad: of a gradient; 4 if several add up in a step."""
+    return {0: 14 + grad, 1: 2 + grad + 12 / N, 2: 2 + (12 + grad) / N, 3: (14 + grad) / N}[zero]
 
 
 class Work(NamedTuple):
@@ -2246,7 +2246,7 @@ def show(config, mode, device, steps=4, T=64):
     (engine, losses, sent, seconds), (_, want, _, _) = runs
     half = Parallel(config, mesh, argparse.Namespace(**vars(args) | dict(dtype=torch.bfloat16, micro_batch=B)))
     half.backward(*(x.chunk(mesh.data.size)[mesh.data.rank] for x in batches[0]))
-    table = sum(unit.numel * zero_bytes(args.zero, unit.group.size) for unit in half.units)
+    table = sum(unit.numel * zero_bytes(args.zero, unit.group.size, unit.grad_dtype.itemsize) for unit in half.units)
     return (sum(predicted_bytes(engine, T).values()), sent, table / engine.num_params,
             half.state_bytes() / engine.num_params, max(abs(a / b - 1) for a, b in zip(losses, want)), seconds)
 

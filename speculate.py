@@ -324,7 +324,8 @@ class Speculator(Engine):
     def seat(self, r, blocks, computed):
         super().seat(r, blocks, computed)
         text, = self.upload(r.text[r.start:])
-        self.history[r.row, :len(text)], self.length[r.row], self.behind[r.row] = text, len(text), 0
+        self.history[r.row, :len(text)] = text
+        self.length[r.row].fill_(len(text)), self.behind[r.row].zero_()      # to assign a number is to wait
 
     def prefill(self, ids, pos, layout):
         self.draft.forward(ids, pos, layout)
