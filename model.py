@@ -509,9 +509,11 @@ class GPT(nn.Module):
 
     def save_pretrained(self, folder, tokenizer=None):
         """Writes a folder that Transformers' GPT2LMHeadModel loads, and from_pretrained: config.json,
-        model.safetensors in the parameters' dtype and, given a Tokenizer, its files. Biases that the model hasn't are
-        written as zeros, with which it's the same function. Raises UserError for experts, which GPT-2 hasn't, and for
-        a stage; WriteError."""
+        model.safetensors in the parameters' dtype and, given a Tokenizer, its files in the place of any other's there.
+        Biases that the model hasn't are written as zeros, with which it's the same function. Raises UserError for
+        experts, which GPT-2 hasn't, and for a stage; WriteError."""
+        if not str(folder):
+            raise UserError("the path of a folder to save to is empty")
         if self.config.n_expert or not (self.first and self.last):
             raise UserError(f"only a whole model of dense layers can be saved as GPT-2, not n_expert="
                             f"{self.config.n_expert}, layers {self.layers.start} to {self.layers.stop - 1} of "
@@ -812,21 +814,30 @@ def write_folder(model, folder, tokenizer):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WriteError(f"{folder} can't be made a folder: {error.strerror}") from None
+    if tokenizer:
+        write_tokenizer(tokenizer, folder, config.vocab_size)
     with replacing(folder / "model.safetensors") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, x in parts:
             file.write(x.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    kept = [file.resolve() for file in (tokenizer.files() if tokenizer else ())]
-    for name in ("tokenizer.json", "vocab.json", "merges.txt"):      # of what was here before
-        if (folder / name).resolve() not in kept:
-            (folder / name).unlink(missing_ok=True)
-    if tokenizer:
-        tokenizer.copy_to(folder)
-        if tokenizer.kind == "bytes" and config.vocab_size >= 256:
-            with replacing(folder / "tokenizer.json") as file:
-                file.write(json.dumps(bytes_as_pairs()).encode())
     with replacing(folder / "config.json") as file:
         file.write(json.dumps(about, indent=2).encode() + b"\n")
+
+
+def write_tokenizer(tokenizer, folder, vocab_size):
+    """Puts the tokenizer's files into the folder, and takes away another's that were there. WriteError; UserError for a
+    file that is gone."""
+    kept = [file.resolve() for file in tokenizer.files()]
+    tokenizer.copy_to(folder)
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        try:
+            if (folder / name).resolve() not in kept and folder / name not in [folder / file.name for file in kept]:
+                (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise WriteError(f"{folder / name} can't be taken away: {error.strerror}") from None
+    if tokenizer.kind == "bytes" and vocab_size >= 256:
+        with replacing(folder / "tokenizer.json") as file:
+            file.write(json.dumps(bytes_as_pairs()).encode())
 
 
 def bytes_as_pairs():
@@ -855,7 +866,7 @@ class Tokenizer:
     def __init__(self, kind, file=None, end=None, note=""):
         if kind not in ("bytes", "ids", "gpt2"):
             raise UserError(f"this version knows no tokenizer {kind!r}")
-        self.kind, self.file, self.end, self.note = kind, file, end, note
+        self.kind, self.file, self.end, self.note = kind, file and Path(file).absolute(), end, note
 
     @cached_property
     def pairs(self):

@@ -2060,12 +2060,13 @@ def predict_stage(config, args, parameters, layers, held, borders, ends, last):
     at once, borders and ends as in Work."""
     B, T, C = args.batch_size // args.data, config.block_size, config.n_embd
     M = B // args.micro_batch
-    wide = 4 if M > 1 else 2                                                 # of a gradient
+    wide = 4 if M > 1 and args.schedule != "pipedream" else 2                # of a gradient
     groups = [(int(n), N, zero) for n, N, zero in zip(
         parameters, (args.data, args.data // args.ep, 2 * args.data), (args.zero, args.zero, min(args.zero, 1))) if n]
     weights, gradients, moments = (sum(size * n / (N if zero >= stage else 1) for n, N, zero in groups)
                                    for size, stage in ((2, 3), (wide, 2), (12, 1)))
-    units = [(n, N, zero, wide, 2 * M if zero == 3 else 1) for n, N, zero in groups]
+    each = M if args.schedule == "pipedream" else 1                          # updates a step, each with its gradient
+    units = [(n * each, N, zero, wide, 2 * M if zero == 3 else 1) for n, N, zero in groups]
     ranks = {"data": (args.data, args.tp * args.pp), "pipeline": (args.pp, args.tp), "tensor": (args.tp, 1),
              "expert": (args.ep, args.tp * args.pp)}                         # how many, and how far apart
     sent = Counter()
@@ -2097,8 +2098,9 @@ def predict(config, args):
     waits = max(sum(stage.sent[kind][1] for kind in ("tensor", "expert") if kind in stage.sent) for stage in stages)
     behind = compute if args.zero == 3 else compute / M * 2 / 3              # what data parallelism hides behind
     exposed = max(0.0, max(stage.sent.get("data", (0, 0))[1] for stage in stages) - behind)
-    step = (compute + waits) / (1 - line.bubble) + exposed
-    return stages, dict(bubble=line.bubble, compute=compute, waits=waits, exposed=exposed, step=step,
+    bubble = 0.0 if args.schedule == "pipedream" else line.bubble            # whose stream isn't flushed
+    step = (compute + waits) / (1 - bubble) + exposed
+    return stages, dict(bubble=bubble, compute=compute, waits=waits, exposed=exposed, step=step,
                         tokens=args.batch_size * config.block_size / step,
                         mfu=flops / step / args.gpus / (args.peak * 1e12))
 
@@ -2142,13 +2144,21 @@ def planned(argv=None):
     for name in ("gpus", "tp", "pp", "ep", "chunks", "micro_batch", "batch_size", "node"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"{name}={getattr(args, name)} must be at least 1")
-    if min(args.memory, args.peak, args.efficiency, args.link, args.net) <= 0:
-        raise UserError("memory, peak, efficiency, link and net must be above 0")
+    for name in ("memory", "peak", "efficiency", "link", "net"):
+        most = 1 if name == "efficiency" else 1e9
+        if not 1e-9 <= getattr(args, name) <= most:
+            raise UserError(f"{name}={getattr(args, name)} must be above 0 and at most {most:g}")
+    for name, most in (("n_layer", 10 ** 4), ("n_embd", 10 ** 6), ("vocab_size", 10 ** 9), ("block_size", 10 ** 9)):
+        if (getattr(args, name) or 0) > most:      # or it would take for ever
+            raise UserError(f"{name}={getattr(args, name)} must be at most {most}")
     if args.chunks > 1 and args.schedule != "interleaved":
         raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
-    if args.schedule == "pipedream" and args.zero:
-        raise UserError(f"zero={args.zero}: schedule=pipedream keeps whole weights, in versions")
-    config = GPTConfig(vocab_size=args.vocab_size, bias=False, n_expert=args.n_expert, **fields)
+    for name in ("zero", "n_expert"):
+        if args.schedule == "pipedream" and getattr(args, name):
+            raise UserError(f"schedule=pipedream keeps versions of whole weights: not with {name}="
+                            f"{getattr(args, name)}")
+    config = GPTConfig(vocab_size=args.vocab_size, tied=args.schedule != "pipedream", bias=False,
+                       n_expert=args.n_expert, **fields)
     if args.gpus % (args.tp * args.pp * args.ep):
         raise UserError(f"gpus={args.gpus} must be a multiple of tp={args.tp} x pp={args.pp} x ep={args.ep}")
     check_layout(config, args.ep, args.pp * args.chunks, 1)
@@ -2161,6 +2171,10 @@ def planned(argv=None):
     if args.batch_size % (args.data * args.micro_batch):
         raise UserError(f"batch_size={args.batch_size} must be a multiple of {args.data} data ranks x "
                         f"micro_batch={args.micro_batch}")
+    M = args.batch_size // args.data // args.micro_batch
+    if M * args.pp * args.chunks > 200_000:      # actions to simulate
+        raise UserError(f"batch_size={args.batch_size} is {M} micro-batches on {args.pp * args.chunks} pieces; at most "
+                        "200000 of one on the other are simulated")
     return args, config
 
 

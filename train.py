@@ -291,9 +291,10 @@ def check(args):
     if args.schedule == "pipedream":
         if args.tied:
             raise UserError("schedule=pipedream needs --no-tied: its first and last stage never wait for each other")
-        if args.zero or args.n_expert:
-            raise UserError(f"schedule=pipedream keeps versions of whole weights: not with zero={args.zero}, "
-                            f"n_expert={args.n_expert}")
+        for name in ("zero", "n_expert"):
+            if getattr(args, name):
+                raise UserError(f"schedule=pipedream keeps versions of whole weights: not with {name}="
+                                f"{getattr(args, name)}")
     if args.ep > 1 and not args.n_expert:
         raise UserError(f"ep={args.ep} splits experts, but n_expert=0")
     if world % asked:

@@ -645,6 +645,16 @@ def test_a_folder_saved_to_itself_keeps_its_tokenizer(tmp_path, monkeypatch):
             tokenizer = Tokenizer("gpt2", Path(f"{old}") / name, 261)
             GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(folder, tokenizer)
             assert (tmp_path / f"{old}" / name).read_bytes() == raw and (folder / "config.json").is_file()
+        monkeypatch.chdir("/")                       # the path that it had there isn't one from here
+        GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(tmp_path / "there", tokenizer)
+        assert (tmp_path / "there" / name).read_bytes() == raw
+        monkeypatch.chdir(tmp_path)
+    (tmp_path / "z" / "merges.txt").mkdir(parents=True)
+    with pytest.raises(WriteError, match="merges.txt can't be taken away"):
+        GPT(GPTConfig(**SMALL)).save_pretrained(tmp_path / "z", Tokenizer("bytes"))
+    assert [p.name for p in (tmp_path / "z").iterdir()] == ["merges.txt"]
+    with pytest.raises(UserError, match="empty"):
+        GPT(GPTConfig(**SMALL)).save_pretrained("")
 
 
 def test_only_what_kept_a_file_from_being_written_is_said_to(tmp_path):
@@ -677,8 +687,11 @@ def test_bytes_are_byte_pairs_without_a_pair(safetensors, tmp_path):
         assert tokenizer.encode(text) == list(text.encode())
         assert tokenizer.decoder()(list(text.encode()), final=True) == text
     assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    model.save_pretrained(tmp_path / "x")
-    assert load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1].kind == "ids"
+    GPT.from_pretrained(tmp_path / "x").save_pretrained(tmp_path / "x")      # without one what is there stays
+    assert load_model(tmp_path / "x", torch.device("cpu"), torch.float32)[1].encode("é") == list("é".encode())
+    write_tokenizer(tmp_path / "y")
+    model.save_pretrained(tmp_path / "y", Tokenizer("ids"))
+    assert load_model(tmp_path / "y", torch.device("cpu"), torch.float32)[1].kind == "ids"
 
 
 def test_what_gpt2_hasnt_is_not_saved(tmp_path):

@@ -880,8 +880,13 @@ def test_the_plan_counts_pipedreams_versions():
     weights = {}
     for schedule in ("1f1b", "pipedream"):
         args, config = plan_of("--preset=gpt2", "--gpus=4", "--pp=4", f"--schedule={schedule}")
+        config = parallel.replace(config, tied=False)
         weights[schedule] = [x.weights for x in parallel.predict(config, args)[0]]
     assert [a / b for a, b in zip(weights["pipedream"], weights["1f1b"])] == [4, 3, 2, 1]
+    args, config = plan_of("--preset=gpt2", "--gpus=4", "--pp=2", "--schedule=pipedream", "--batch_size=16")
+    stages, numbers = parallel.predict(config, args)      # each of 8 micro-batches sends its gradient, of 2 bytes
+    assert not config.tied and numbers["bubble"] == 0
+    assert [x.sent["data"][0] for x in stages] == [8 * 2 * x.parameters for x in stages]
 
 
 def test_the_plan_holds_what_the_schedule_holds():
@@ -908,7 +913,11 @@ def test_the_plan_as_a_program(capsys):
                            (["--gpus=64", "--pp=64"], "n_layer=48"), (["--batch_size=9"], "batch_size=9"),
                            (["--chunks=2"], "chunks=2"), (["--net=0"], "net"), (["--gups=2"], "--gpus"), (["--batch_size=0"], "batch_size=0"),
                            (["--batch_size=-8"], "batch_size=-8"), (["--preset=finetune"], "finetune"),
-                           (["--schedule=pipedream", "--zero=3"], "zero=3")):
+                           (["--schedule=pipedream", "--zero=3"], "zero=3"), (["--schedule=pipedream", "--n_expert=4"], "n_expert=4"),
+                           (["--peak=nan"], "peak=nan"), (["--net=inf"], "net=inf"), (["--efficiency=2"], "efficiency=2"),
+                           (["--n_layer=1000000000"], "n_layer=1000000000"), (["--vocab_size=" + 20 * "9"], "vocab_size=9"),
+                           (["--n_embd=1" + 20 * "0", "--n_head=1"], "n_embd=1"),
+                           (["--batch_size=1000000000"], "batch_size=1000000000")):
         assert parallel.program("parallel.py", parallel.main, ["--plan", *options]) == 2
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1, err
