@@ -825,14 +825,15 @@ def write_folder(model, folder, tokenizer):
 
 
 def write_tokenizer(tokenizer, folder, vocab_size):
-    """Puts the tokenizer's files into the folder, and takes away another's that were there. WriteError; UserError for a
-    file that is gone."""
-    kept = [file.resolve() for file in tokenizer.files()]
+    """Puts the tokenizer's files into the folder, in the place of another's, unless that is where it's from.
+    WriteError; UserError for a file that is gone."""
+    files = tokenizer.files()
+    if files and files[0].parent.resolve() == folder.resolve():
+        return
     tokenizer.copy_to(folder)
-    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+    for name in {"tokenizer.json", "vocab.json", "merges.txt"} - {file.name for file in files}:
         try:
-            if (folder / name).resolve() not in kept and folder / name not in [folder / file.name for file in kept]:
-                (folder / name).unlink(missing_ok=True)
+            (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise WriteError(f"{folder / name} can't be taken away: {error.strerror}") from None
     if tokenizer.kind == "bytes" and vocab_size >= 256:

@@ -649,6 +649,18 @@ def test_a_folder_saved_to_itself_keeps_its_tokenizer(tmp_path, monkeypatch):
         GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(tmp_path / "there", tokenizer)
         assert (tmp_path / "there" / name).read_bytes() == raw
         monkeypatch.chdir(tmp_path)
+    # as in a cache of downloads: links to files of other names; and all three files in one folder
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokenizer.json").symlink_to(tmp_path / "False" / "tokenizer.json")
+    (tmp_path / "False" / "tokenizer.json").rename(tmp_path / "blob")
+    (tmp_path / "False" / "tokenizer.json").symlink_to(tmp_path / "blob")
+    write_tokenizer(tmp_path / "False", True)
+    for source, target in (("cache", "copy"), ("cache", "cache"), ("False", "False"), ("False", "cache")):
+        before = sorted(path.name for path in (tmp_path / target).glob("*")) or ["tokenizer.json"]
+        GPT(GPTConfig(**{**SMALL, "vocab_size": 262})).save_pretrained(
+            tmp_path / target, Tokenizer("gpt2", tmp_path / source / "tokenizer.json", 261))
+        assert {*before} <= {path.name for path in (tmp_path / target).iterdir()}
+        assert (tmp_path / target / "tokenizer.json").read_bytes() == (tmp_path / "blob").read_bytes()
     (tmp_path / "z" / "merges.txt").mkdir(parents=True)
     with pytest.raises(WriteError, match="merges.txt can't be taken away"):
         GPT(GPTConfig(**SMALL)).save_pretrained(tmp_path / "z", Tokenizer("bytes"))
