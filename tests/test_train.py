@@ -528,7 +528,12 @@ def test_a_diverged_run_says_so_and_keeps_what_was_good(text, tmp_path, capsys):
     assert run(text, tmp_path, "--max_steps=20", "--save_every=1", "--lr=100", *bad[1:]) in (0, 1)
     if (tmp_path / "ckpt.pt").exists():
         step = load_checkpoint(tmp_path / "ckpt.pt")["step"]
-        assert train.main(["--resume", f"--out={tmp_path}", f"--max_steps={step + 1}", "--lr=0", "--min_lr=0"]) == 0
+        capsys.readouterr()
+        code = train.main(["--resume", f"--out={tmp_path}", f"--max_steps={step + 1}", "--lr=0", "--min_lr=0"])
+        # its next step is a good one; the batch after that, on which that step is tried, may be too much for it
+        assert code == 0 or f"after step {step + 1}; " in capsys.readouterr().err
+        last = records(tmp_path)[-1]
+        assert last["step"] == step + 1 and math.isfinite(last["loss"]) and math.isfinite(last["grad_norm"])
     assert run(text, tmp_path, "--max_steps=2") == 0
     capsys.readouterr()
     assert train.main(["--resume", f"--out={tmp_path}", "--max_steps=9", "--save_every=1", *bad]) == 1
