@@ -311,6 +311,16 @@ def check_layout(config, ep, pieces, tp, whose=""):
         raise UserError(f"{whose}n_layer={config.n_layer} can't be split into {pieces} pieces (pp times chunks)")
 
 
+def check_schedule(args):
+    """UserError if the schedule doesn't go with the other options."""
+    if args.chunks > 1 and args.schedule != "interleaved":
+        raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
+    for name in ("zero", "n_expert"):
+        if args.schedule == "pipedream" and getattr(args, name):
+            raise UserError(f"schedule=pipedream keeps versions of whole weights: not with {name}="
+                            f"{getattr(args, name)}")
+
+
 def seconds(f, device, repeats=5, graph=False):
     """What f() takes, the median of some; the first, which may compile, doesn't count. graph: as a CUDA graph."""
     taken = []
@@ -1924,12 +1934,8 @@ class Parallel:
                 "scaler": {"scale": self.scale, "good_steps": self.good_steps} if self.scaled else None}
 
     def load(self, state):
-        """Takes up what `state` gave, on whatever mesh that was. UserError for moments that are not numbers."""
-        self.fill("master", state["model"].get)
-        self.load_moments(state)
-
-    def load_moments(self, state):
-        """All of `load` but the weights, which an engine may have been made with."""
+        """Takes up what `state` gave, on whatever mesh that was, but for the weights: with those it was made. UserError
+        for moments that are not numbers."""
         for kind, named in state["moments"].items():
             self.fill(kind, named.get)
         flats = [getattr(unit, kind) for unit in self.units for kind in state["moments"]]
@@ -2060,13 +2066,13 @@ def predict_stage(config, args, parameters, layers, held, borders, ends, last):
     at once, borders and ends as in Work."""
     B, T, C = args.batch_size // args.data, config.block_size, config.n_embd
     M = B // args.micro_batch
-    wide = 4 if M > 1 and args.schedule != "pipedream" else 2                # of a gradient
+    updates = M if args.schedule == "pipedream" else 1                       # of a step, each with its gradient
+    wide = 2 if updates == M else 4                                          # of a gradient; 4 if several add up
     groups = [(int(n), N, zero) for n, N, zero in zip(
         parameters, (args.data, args.data // args.ep, 2 * args.data), (args.zero, args.zero, min(args.zero, 1))) if n]
     weights, gradients, moments = (sum(size * n / (N if zero >= stage else 1) for n, N, zero in groups)
                                    for size, stage in ((2, 3), (wide, 2), (12, 1)))
-    each = M if args.schedule == "pipedream" else 1                          # updates a step, each with its gradient
-    units = [(n * each, N, zero, wide, 2 * M if zero == 3 else 1) for n, N, zero in groups]
+    units = [(n * updates, N, zero, wide, 2 * M if zero == 3 else 1) for n, N, zero in groups]
     ranks = {"data": (args.data, args.tp * args.pp), "pipeline": (args.pp, args.tp), "tensor": (args.tp, 1),
              "expert": (args.ep, args.tp * args.pp)}                         # how many, and how far apart
     sent = Counter()
@@ -2151,12 +2157,7 @@ def planned(argv=None):
     for name, most in (("n_layer", 10 ** 4), ("n_embd", 10 ** 6), ("vocab_size", 10 ** 9), ("block_size", 10 ** 9)):
         if (getattr(args, name) or 0) > most:      # or it would take for ever
             raise UserError(f"{name}={getattr(args, name)} must be at most {most}")
-    if args.chunks > 1 and args.schedule != "interleaved":
-        raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
-    for name in ("zero", "n_expert"):
-        if args.schedule == "pipedream" and getattr(args, name):
-            raise UserError(f"schedule=pipedream keeps versions of whole weights: not with {name}="
-                            f"{getattr(args, name)}")
+    check_schedule(args)
     config = GPTConfig(vocab_size=args.vocab_size, tied=args.schedule != "pipedream", bias=False,
                        n_expert=args.n_expert, **fields)
     if args.gpus % (args.tp * args.pp * args.ep):

@@ -50,8 +50,8 @@ from tqdm import tqdm
 from model import (ATTENTION, CHECKPOINT, DTYPES, GPTConfig, Options, Tokenizer, UserError, WriteError, config_of,
                    derive, find_tokenizer, flops_per_token, load_checkpoint, load_model, pick_device, pick_dtype,
                    replacing, tokenizer_of)
-from parallel import (SCHEDULES, Parallel, Unreachable, all_reduce, between, check_layout, joined, now, partition,
-                      plan_slices, profile_layers, simulate, world_size)
+from parallel import (SCHEDULES, Parallel, Unreachable, all_reduce, between, check_layout, check_schedule, joined, now,
+                      partition, plan_slices, profile_layers, simulate, world_size)
 
 # --------------------------------------------------------------------------------------------------------------
 # Options. A preset is a set of defaults: whatever is given on the command line wins.
@@ -285,16 +285,10 @@ def check(args):
         args.chunks = 2 if args.schedule == "interleaved" else 1
     if args.tied is None:
         args.tied = args.schedule != "pipedream"
-    if args.chunks > 1 and args.schedule != "interleaved":
-        raise UserError(f"chunks={args.chunks} are for schedule=interleaved, not {args.schedule}")
+    check_schedule(args)
     check_slices(args)
-    if args.schedule == "pipedream":
-        if args.tied:
-            raise UserError("schedule=pipedream needs --no-tied: its first and last stage never wait for each other")
-        for name in ("zero", "n_expert"):
-            if getattr(args, name):
-                raise UserError(f"schedule=pipedream keeps versions of whole weights: not with {name}="
-                                f"{getattr(args, name)}")
+    if args.schedule == "pipedream" and args.tied:
+        raise UserError("schedule=pipedream needs --no-tied: its first and last stage never wait for each other")
     if args.ep > 1 and not args.n_expert:
         raise UserError(f"ep={args.ep} splits experts, but n_expert=0")
     if world % asked:
@@ -779,7 +773,7 @@ def build(args, config, mesh, start):
     weights from; None: from the seed."""
     engine = Parallel(config, mesh, plan(args, config, mesh), start)
     if start and args.resume:
-        engine.load_moments(start)
+        engine.load(start)
     return engine
 
 

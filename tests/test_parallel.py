@@ -74,12 +74,12 @@ def batch(step, seed):
     return idx, targets
 
 
-def engine_of(mode, world, dtype, accumulation=2, **options):
+def engine_of(mode, world, dtype, accumulation=2, start=None, **options):
     mesh = mesh_of(ep=mode.get("ep", 1), pp=mode.get("pp", 1), tp=mode.get("tp", 1))
     options = {name: mode[name] for name in ("schedule", "chunks", "slices", "recompute") if name in mode} | options
     micro = 12 // mesh.data.size // accumulation
     args = Namespace(**{**OPTIONS, "zero": mode.get("zero", 0), "dtype": dtype, "micro_batch": micro, **options})
-    return Parallel(shape(mode, world), mesh, args)
+    return Parallel(shape(mode, world), mesh, args, start)
 
 
 def mine(engine, tensors):
@@ -308,14 +308,14 @@ def checkpoints(world, seed):
         box = [pickle.loads(pickle.dumps(first.state()))]                    # not the tensors that go on to change
         dist.broadcast_object_list(box)
         want = steps(first, seed, 2, first=3)
-        same, moved = engine_of(mode, world, torch.float64, seed=6), engine_of(other, world, torch.float64, seed=7)
+        same, moved = (engine_of(one, world, torch.float64, start=box[0], seed=6) for one in (mode, other))
         same.load(box[0])
         moved.load(box[0])
         got, got_moved = steps(same, seed, 2, first=3), steps(moved, seed, 2, first=3)
         got_one = want
         if dist.get_rank() == 0:
             one = Parallel(first.config, Mesh.alone(torch.device("cpu")),
-                           Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)))
+                           Namespace(**OPTIONS | dict(zero=0, dtype=torch.float64, micro_batch=12)), box[0])
             one.load(box[0])
             got_one = steps(one, seed, 2, first=3)
         found.append((got == want, mode, other, max(abs(a / b - 1) for g in (got_moved, got_one) for x, y in zip(g, want) for a, b in zip(x, y))))
